@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.support.vllm_plugin.configs import MakeConfig
+
 # The package's other half works and is tested without vLLM.
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
-
-MakeConfig = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")

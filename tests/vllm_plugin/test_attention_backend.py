@@ -20,7 +20,7 @@ from rose_backend.vllm_plugin.attention import backend
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend, RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_spec
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 16, 24, 4, 2, 64
 SCALE = HEAD_SIZE**-0.5

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.vllm_plugin.test_attention_backend import STEPS, Step
 
 

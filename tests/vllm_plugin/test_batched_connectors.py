@@ -12,11 +12,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
 from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE
 from tests.support.vllm_plugin.lockstep import Pair
 from tests.support.vllm_plugin.simulation import make_request
-from tests.vllm_plugin.conftest import MakeConfig
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)

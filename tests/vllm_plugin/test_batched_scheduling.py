@@ -16,12 +16,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.scheduler.decode_batch import FastOutputs
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import STATE, VOCAB_SIZE
 from tests.support.vllm_plugin.lockstep import Pair, batching
 from tests.support.vllm_plugin.simulation import ITEM_PLACES, items_of, make_request, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)
@@ -267,19 +266,6 @@ def test_the_fast_path_of_a_step_is_kept_until_its_output_or_a_later_one(make_co
     assert scheduler._fast_outputs_of(steps[2]) is not None
     assert scheduler._fast_outputs_of(steps[1]) is None
     assert scheduler._fast_outputs_of(steps[3]) is not None
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_switch_turns_batched_scheduling_off(
-    make_config: MakeConfig, rose_log: list[str], is_on: bool
-) -> None:
-    config = make_config(additional_config=batching(is_on))
-    assert batches_decode_steps(config) is is_on
-    (line,) = rose_log
-    assert f"decodes scheduled {'at once' if is_on else 'one by one'};" in line
-    assert f"; disabled: {'none' if is_on else 'batched_scheduling'}; " in line
-    assert not batches_decode_steps(make_config(speculative_config=NGRAM))
-    assert not batches_decode_steps(make_config(additional_config={"rose": {"block_manager": False}}))
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -17,7 +17,7 @@ from rose_backend.vllm_plugin.sampler import (
     captures_draws,
     draw_graph_sizes,
 )
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM
 
 

@@ -23,7 +23,7 @@ from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.groups import block_bytes, the_rose_groups
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, is_rose_group
 from rose_backend.vllm_plugin.plugin_logger import log_once
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups

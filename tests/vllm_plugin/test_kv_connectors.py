@@ -12,10 +12,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import RequestStatus
 
 from rose_backend.errors import IntegrityError
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
 from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)

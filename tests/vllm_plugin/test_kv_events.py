@@ -12,6 +12,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 
 from rose_backend.errors import IntegrityError
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import (
     Simulation,
     items_of,
@@ -19,7 +20,6 @@ from tests.support.vllm_plugin.simulation import (
     make_simulation,
     run_random_traffic,
 )
-from tests.vllm_plugin.conftest import MakeConfig
 
 BLOCK_SIZE = 16
 EVENTS_ON = KVEventsConfig(enable_kv_cache_events=True, publisher="null")

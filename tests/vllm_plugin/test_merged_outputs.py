@@ -22,7 +22,7 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only, merge_outputs
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 SPECIAL = {"prefill_stats": PrefillStats(num_prompt_tokens=3)}
 KINDS = ("plain", "plain", "plain", "special", "end", "nothing")
@@ -238,9 +238,3 @@ def test_merged_messages_are_not_merged_again(
 
     assert asyncio.run(take()) == [[], [], [], [], [], [0, 1, 2, 3, 4, 5]]
     assert sizes == [4, 4]
-
-
-def test_the_start_up_line_names_the_switch(make_config: MakeConfig, rose_log: list[str]) -> None:
-    make_config(additional_config={"rose": {"joined_outputs": False}})
-    (line,) = rose_log
-    assert "; disabled: joined_outputs; " in line

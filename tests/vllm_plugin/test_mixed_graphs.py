@@ -24,7 +24,7 @@ from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
     BLOCK_SIZE,
     HEAD_SIZE,

@@ -16,8 +16,7 @@ from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
 from rose_backend.vllm_plugin.options import rose_options
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.test_configuration import idle_parts
+from tests.support.vllm_plugin.configs import MakeConfig, idle_parts
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 

@@ -12,11 +12,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import RequestStatus
 
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_nixl import Receiver, Sender
 from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
 from tests.support.vllm_plugin.lockstep import batching
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)

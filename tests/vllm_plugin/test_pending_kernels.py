@@ -23,7 +23,7 @@ from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}

@@ -17,7 +17,7 @@ from rose_backend.vllm_plugin.attention.audited_models import (
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, is_applied, resolve_owner
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 KEEPS, KEEPS_NOTHING = "Qwen3VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
 DECODES = [(30, 40), (20, 21)]

@@ -16,9 +16,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.support.vllm_plugin import simulation as simulated
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import FakeWorker, expected_output
 from tests.support.vllm_plugin.simulation import Simulation, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 

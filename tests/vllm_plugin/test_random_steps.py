@@ -28,7 +28,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.vllm_plugin.test_pending_kernels import N_GRAMS, on_a_gpu
 
 __all__ = ["on_a_gpu"]

@@ -23,7 +23,7 @@ from rose_backend import vllm_plugin
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, resolve_owner
 from rose_backend.vllm_plugin.registration import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
 from tests.support.patience import HANG_S
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 
 def run_script(script: str, *arguments: str) -> Any:

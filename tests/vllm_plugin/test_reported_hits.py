@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_kv_cache_manager import admit, make_manager
 from tests.vllm_plugin.test_kv_cache_manager import make_request as make_plain_request
 

@@ -12,7 +12,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from rose_backend.vllm_plugin.plugin_logger import Counts, sample_counts
 from rose_backend.vllm_plugin.sampler import RequestDraws, RoseTopKTopP
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 VOCAB_SIZE = 300
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

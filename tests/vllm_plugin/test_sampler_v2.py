@@ -19,7 +19,7 @@ from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.plugin_logger import Counts
 from rose_backend.vllm_plugin.sampler import RoseDraws, wrap_sampler_v2_init
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM, logits_of
 
 

@@ -26,8 +26,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 
 # Of the objects that a batched step builds or takes apart: every field that was looked at. A new one may say something
 # that the batched step has to say, too.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, expected_output
 from tests.support.vllm_plugin.simulation import make_request, make_simulation, run_random_traffic
-from tests.vllm_plugin.conftest import MakeConfig
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from rose_backend import scheduling as in_flight_prefixes
 from rose_backend.scheduling import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.support.vllm_plugin import simulation as simulated
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_kv_cache_manager import make_manager, make_request, state_of
 
 STEM = list(range(MIN_TOKENS_WORTH_WAITING + 12))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
 
-from rose_backend.vllm_plugin.options import appends_in_attention, rose_options
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import (
     MAX_MODEL_LEN,
     make_request,
     make_simulation,
     run_random_traffic,
 )
-from tests.vllm_plugin.conftest import MakeConfig
 
 NUM_DRAFTS = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}
@@ -107,16 +105,3 @@ def test_a_drafted_decode_inside_its_blocks_asks_the_block_manager_nothing(
     for _ in range(10):
         simulation.step()
     assert simulation.worker.num_accepted > 5 and len(simulation.outputs["a"]) > 15
-
-
-def test_who_samples_and_who_stores(
-    make_config: MakeConfig, rose_log: list[str], tiny_model_path: Path
-) -> None:
-    config = make_config(speculative_config=NGRAM)
-    assert appends_in_attention(config, rose_options(config))
-    # A drafter's batch holds tokens that must not be stored; only the separate write is told which.
-    draft_model = {"method": "draft_model", "model": str(tiny_model_path), "num_speculative_tokens": 2}
-    config = make_config(speculative_config=draft_model)
-    assert not appends_in_attention(config, rose_options(config))
-    assert ["separate K/V write" in line for line in rose_log] == [False, True]
-    assert all("sampler vLLM's own" in line for line in rose_log)

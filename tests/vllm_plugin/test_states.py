@@ -16,9 +16,9 @@ from rose_backend.vllm_plugin.kv_cache.checkpoints import TOKENS_BETWEEN_CHECKPO
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import wrap_preprocess_add_request
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec, wrap_copy_kv_cache_blocks
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import STATE as STATE_WINDOW
 from tests.support.vllm_plugin.simulation import make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_kv_cache_manager import full_spec, make_manager, make_request, state_of
 from tests.vllm_plugin.test_shared_prefixes import begin, scheduled
 

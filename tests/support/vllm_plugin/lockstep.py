@@ -10,8 +10,8 @@ import numpy as np
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import Simulation, make_simulation
-from tests.vllm_plugin.conftest import MakeConfig
 
 
 class Pair:

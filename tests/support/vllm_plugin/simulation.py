@@ -27,6 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
+from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import (
     STATE,
     VOCAB_SIZE,
@@ -34,7 +35,6 @@ from tests.support.vllm_plugin.fake_worker import (
     expected_output,
     with_contents,
 )
-from tests.vllm_plugin.conftest import MakeConfig
 
 MAX_MODEL_LEN = 160
 ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
