@@ -18,9 +18,8 @@ from rose_backend.vllm_plugin.kv_cache.prompt_hashes import wrap_preprocess_add_
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec, wrap_copy_kv_cache_blocks
 from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.fake_worker import STATE as STATE_WINDOW
+from tests.support.vllm_plugin.managers import begin, full_spec, make_manager, make_request, state_of
 from tests.support.vllm_plugin.simulation import make_simulation
-from tests.vllm_plugin.test_kv_cache_manager import full_spec, make_manager, make_request, state_of
-from tests.vllm_plugin.test_shared_prefixes import begin, scheduled
 
 STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 SPECS = (STATE, as_rose_spec(full_spec()), STATE)
@@ -263,7 +262,7 @@ def test_prompts_behind_one_that_waits_for_a_checkpoint_do_not_wait(
     )
     prompt = [*range(120)]
     # The fourth does not fit into one step, and waits for nobody either.
-    steps = scheduled(simulation, prompt, [*prompt, 900], [7] * 30, [8] * 90)
+    steps = simulation.serve(prompt, [*prompt, 900], [7] * 30, [8] * 90)
     first, second, third = (
         {"r0": 50, "r2": 30, "r3": 50},
         {"r0": 50, "r2": 1, "r3": 40},
