@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,14 +13,10 @@ from vllm.v1.request import RequestStatus
 from rose_backend.errors import IntegrityError
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.fake_connector import FakeConnector
-from tests.support.vllm_plugin.fake_nixl import Receiver, Sender
-from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
-from tests.support.vllm_plugin.lockstep import batching
+from tests.support.vllm_plugin.fake_nixl import make_engines, run_traffic
 from tests.support.vllm_plugin.managers import begin, look_up
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
-from tests.support.vllm_plugin.traffic import make_hasher
 
-HASHER = make_hasher()
 PROMPT = list(range(60))
 
 
@@ -119,103 +113,6 @@ def test_blocks_of_a_load_that_failed_are_forgotten(make_config: MakeConfig) -> 
     manager.free(request)
     manager.new_step_starts()
     manager.manager.check_integrity()
-
-
-@dataclass
-class Engines:
-    """An engine that computes prompts and one that goes on from there, and what has become of requests."""
-
-    prefill: Simulation
-    decode: Simulation
-    sender: Sender
-    receiver: Receiver
-    transfers: dict[str, Any] = field(default_factory=dict)
-    """What the first engine has told of the prompts that it has computed, until the second one is asked to go on."""
-    requests: dict[str, Any] = field(default_factory=dict)
-    """Of the second engine."""
-    ended: dict[str, str] = field(default_factory=dict)
-    """How requests of the second engine ended that were cut short."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is left to do."""
-        is_serving = self.prefill.scheduler.requests or self.decode.scheduler.requests
-        return bool(is_serving or self.sender.kept or self.receiver.loading or self.transfers)
-
-    def abort(self, name: str) -> None:
-        """Abort a request of the second engine."""
-        if not self.requests[name].is_finished():
-            loading = name in self.receiver.loading
-            self.decode.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            self.ended[name] = "aborted while it was read" if loading else "aborted"
-
-
-def make_engines(
-    make_config: MakeConfig, depth: int, is_batched: bool, num_decode_blocks: int, share_failing: float
-) -> Engines:
-    sender = Sender()
-    receiver = Receiver(sender, share_failing)
-    sides = [
-        make_simulation(
-            make_config,
-            depth=depth,
-            connector=worker,
-            num_blocks=num_blocks,
-            block_size=16,
-            max_num_seqs=8,
-            additional_config=batching(is_batched),
-            **connector("NixlConnector", kv_role=role),
-        )
-        for role, worker, num_blocks in (
-            ("kv_producer", sender, 100),
-            ("kv_consumer", receiver, num_decode_blocks),
-        )
-    ]
-    engines = Engines(*sides, sender, receiver)
-    finish = engines.prefill.scheduler.connector.request_finished_all_groups
-
-    def keep_parameters(request: Any, block_ids: Any) -> Any:
-        is_kept, parameters = finish(request, block_ids)
-        if is_kept:
-            engines.transfers[request.request_id] = parameters
-        return is_kept, parameters
-
-    engines.prefill.scheduler.connector.request_finished_all_groups = keep_parameters
-    return engines
-
-
-def run_traffic(engines: Engines, num_requests: int = 150) -> dict[str, list[int]]:
-    """Have prompts that share beginnings computed here and continued there; abort some of either side."""
-    draw, expected = random.Random(3), dict[str, list[int]]()
-    stems = [[draw.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(12)]
-    prompts: dict[str, list[int]] = {}
-    while len(prompts) < num_requests or engines.is_busy:
-        if len(prompts) < num_requests and draw.random() < 0.4:
-            name = f"r{len(prompts)}"
-            prompts[name] = [*draw.choice(stems)[: draw.randrange(1, 100)], draw.randrange(VOCAB_SIZE)]
-            request = make_request(name, prompts[name], 1, block_hasher=HASHER)
-            request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
-            engines.prefill.scheduler.add_request(request)
-        for name in list(engines.transfers):
-            if draw.random() < 0.5:
-                continue
-            max_tokens = draw.randrange(1, 30)
-            request = make_request(name, prompts[name], max_tokens, block_hasher=HASHER)
-            request.kv_transfer_params = engines.transfers.pop(name)
-            expected[name] = expected_output(prompts[name], max_tokens)
-            engines.requests[name] = request
-            engines.decode.scheduler.add_request(request)
-            if draw.random() < 0.1:
-                # Before it was ever scheduled.
-                engines.abort(name)
-        if draw.random() < 0.1 and engines.decode.scheduler.requests:
-            engines.abort(draw.choice(engines.receiver.loading or list(engines.decode.scheduler.requests)))
-        if draw.random() < 0.02 and engines.prefill.scheduler.running:
-            victim = draw.choice(engines.prefill.scheduler.running).request_id
-            engines.prefill.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-        engines.prefill.checked_step()
-        engines.decode.checked_step()
-    return expected
 
 
 @pytest.mark.parametrize(

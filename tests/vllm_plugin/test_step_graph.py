@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,8 +37,9 @@ from rose_backend.vllm_plugin.step_graph import (
     why_engine_is_not_steady,
     why_step_is_not_steady,
 )
-from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, Case, make_case
+from tests.support.decode_steps import BLOCK_SIZES, make_case
 from tests.support.interpreter import run_interpreted
+from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
     GROUPS,
@@ -524,103 +524,6 @@ def test_an_engine_without_full_graphs_or_groups_is_vllms() -> None:
 
 
 # Both ends of a steady step against what vLLM's own kernels leave, interpreted, on random states.
-KERNELS = {
-    "vllm.v1.worker.gpu.input_batch": (
-        "_prepare_pos_seq_lens_kernel",
-        "_combine_sampled_and_draft_tokens_kernel",
-        "_post_update_kernel",
-    ),
-    "vllm.v1.worker.gpu.buffer_utils": ("_load_ptr",),
-    "vllm.v1.worker.gpu.block_table": ("_gather_block_tables_kernel", "_compute_slot_mappings_kernel"),
-}
-
-
-def vllm_modules() -> tuple[Any, Any]:
-    """Return vLLM's modules of inputs and of block tables, with kernels to interpret: its CPU build has none."""
-    import triton
-
-    modules = {}
-    for name, kernels in KERNELS.items():
-        module: Any = import_module(name)
-        modules[name.rpartition(".")[2]] = module
-        module.triton, module.tl = triton, triton.language
-        for kernel in kernels:
-            function = getattr(module, kernel)
-            setattr(module, kernel, function if hasattr(function, "run") else triton.jit(_plain(function)))
-    modules["block_table"]._load_ptr = modules["buffer_utils"]._load_ptr
-    return modules["input_batch"], modules["block_table"]
-
-
-def _plain(function: Any) -> Any:
-    return getattr(function, "fn", function)
-
-
-def begin_as_vllm(case: Case, num_requests: int) -> None:
-    """Write the inputs of a decode step as vLLM's runner does: requests, and padding up to the graph's rows."""
-    inputs_of, tables_of = vllm_modules()
-    state, inputs, num_rows = case.state, case.inputs, len(case.slots)
-    slots = case.slots[:num_requests].clone()
-    starts = torch.full((num_rows + 1,), num_requests, dtype=torch.int32)
-    starts[: num_requests + 1] = torch.arange(num_requests + 1)
-    inputs.query_start_loc[: num_rows + 1] = starts
-    seq_lens = inputs.seq_lens[:num_rows]
-    inputs_of.prepare_pos_seq_lens(slots, starts, state.num_computed_tokens, inputs.positions, seq_lens)
-    inputs_of.combine_sampled_and_draft_tokens(
-        inputs.input_ids,
-        slots,
-        state.last_tokens,
-        starts,
-        seq_lens,
-        torch.zeros(NUM_SLOTS, dtype=torch.int32),
-        torch.zeros(NUM_SLOTS, 0, dtype=torch.int64),
-        torch.arange(num_requests + 1, dtype=torch.int32),
-        num_requests,
-    )
-    groups = case.groups.groups
-    num_blocks = [state.num_computed_tokens // group.block_size + 1 for group in groups]
-    tables = SimpleNamespace(
-        num_kv_cache_groups=len(groups),
-        input_block_tables=[group.block_table for group in groups],
-        input_block_table_ptrs=_pointers([group.block_table for group in groups]),
-        block_table_ptrs=_pointers([group.state_table for group in groups]),
-        block_table_strides=torch.tensor([group.state_table.stride(0) for group in groups]),
-        num_blocks=SimpleNamespace(gpu=torch.stack(num_blocks)),
-        block_sizes_tensor=torch.tensor([group.block_size for group in groups], dtype=torch.int32),
-        slot_mapping_enabled=torch.tensor([True] * len(groups)),
-        dcp_sharded=torch.tensor([True] * len(groups)),
-        slot_mappings=torch.stack([group.slot_mapping for group in groups]),
-        cp_rank=0,
-        cp_size=1,
-        cp_interleave=1,
-    )
-    tables_of.BlockTables.gather_block_tables(tables, slots, num_rows)
-    tables_of.BlockTables.compute_slot_mappings(tables, slots, starts, inputs.positions, num_rows)
-    for group, slot_mapping in zip(groups, tables.slot_mappings, strict=True):
-        group.slot_mapping.copy_(slot_mapping)
-
-
-def _pointers(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
-
-
-def end_as_vllm(case: Case, num_requests: int) -> None:
-    """Move the state on as vLLM's runner does."""
-    inputs_of, _ = vllm_modules()
-    state, ones = case.state, torch.ones(num_requests, dtype=torch.int32)
-    inputs_of.post_update(
-        case.slots[:num_requests].clone(),
-        state.num_computed_tokens,
-        state.last_tokens,
-        state.output_counts,
-        case.tokens[:num_requests, None].clone(),
-        ones,
-        torch.zeros_like(ones),
-        torch.arange(num_requests + 1, dtype=torch.int32),
-        state.token_ids,
-        state.total_lens,
-    )
-
-
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
 @pytest.mark.parametrize(("num_requests", "num_rows"), [(1, 1), (3, 4), (5, 8), (8, 8)])
 def test_a_step_leaves_what_vllms_leaves(
