@@ -228,20 +228,18 @@ def go_on(manager: RoseKVCacheManager, request: Any, end: int) -> None:
 
 
 def lead(
-    *ends: int, length: int = 250, num_more: int = 0, **options: Any
+    *ends: int, length: int = 250, num_lacking: int = 0, **options: Any
 ) -> tuple[RoseKVCacheManager, Any, Any]:
-    """Return a manager, a request whose prompt is computed to the last of ``ends``, and one with that prompt and more.
+    """Return a manager, a request that is computed to the last of ``ends``, and one with its prompt and more.
 
-    Args:
-        length: of the first prompt.
-        num_more: how many of its tokens the second prompt lacks.
+    The second prompt lacks the last ``num_lacking`` tokens of the first.
     """
     manager = make(**{"max_model_len": 400, **options})
     leader = make_request("a", [*range(length)])
     assert begin(manager, leader, ends[0]) == 0
     for end in ends:
         go_on(manager, leader, end)
-    return manager, leader, make_request("b", [*range(length - num_more), 5, 6])
+    return manager, leader, make_request("b", [*range(length - num_lacking), 5, 6])
 
 
 def test_a_prompt_waits_for_a_checkpoint_that_another_one_is_on_its_way_to() -> None:
@@ -359,7 +357,7 @@ def test_a_prompt_waits_no_longer_when_the_other_one_has_ended() -> None:
 
 def test_no_prompt_waits_on_when_the_other_one_has_passed_the_place() -> None:
     manager, leader, second = lead(
-        200, length=1_200, num_more=100, num_blocks=100, specs=WIDE[:2], max_model_len=4_000
+        200, length=1_200, num_lacking=100, num_blocks=100, specs=WIDE[:2], max_model_len=4_000
     )
     assert manager.defers(second)
     # A step that is not cut at the last block's end, 1,056, leaves no checkpoint there.

@@ -82,12 +82,10 @@ NOT_CALLED_ON_BLOCKS = {
 }
 
 # All belong to features that are refused at start-up, or that one group of full attention does not need.
-IGNORED_ARGUMENTS = {
-    "skip_zeroing_group_ids",
-    *("dcp_world_size", "pcp_world_size", "use_eagle", "num_hash_lookahead_tokens"),
-    *("enable_mamba_shared_prefix_checkpoint", "metrics_collector"),
-    *("hash_block_size", "scheduler_block_size", "max_in_flight_tokens"),
-}
+IGNORED_ARGUMENTS = """
+    skip_zeroing_group_ids dcp_world_size pcp_world_size use_eagle num_hash_lookahead_tokens metrics_collector
+    enable_mamba_shared_prefix_checkpoint hash_block_size scheduler_block_size max_in_flight_tokens
+"""
 
 EVENT_FIELDS = {
     kv_events.BlockStored: {
@@ -98,9 +96,8 @@ EVENT_FIELDS = {
     kv_events.AllBlocksCleared: set(),
 }
 # About other tiers and other kinds of groups than Rose's manager keeps.
-EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership"}
-# Of hashes that depend on tokens behind a block (0.33), which are refused together with events.
-EVENT_FIELDS_LEFT_OUT |= {"lookahead_token_ids"}
+# ``lookahead_token_ids``: of hashes that depend on tokens behind a block (0.33), which are refused beside events.
+EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership", "lookahead_token_ids"}
 
 # Who serves them: filters, temperature 0 and seeds are Rose's sampler's. vLLM applies the others to the logits before
 # the draw, reads logits before it or tokens behind it; watermarks alone take the draw itself.
@@ -157,7 +154,7 @@ def test_block_manager_ignores_only_arguments_that_are_known_not_to_matter(name:
     theirs, ours = (
         inspect.signature(getattr(c, name)).parameters for c in (KVCacheManager, RoseKVCacheManager)
     )
-    unknown = set(theirs) - set(ours) - IGNORED_ARGUMENTS
+    unknown = set(theirs) - set(ours) - set(IGNORED_ARGUMENTS.split())
     assert not unknown, f"{name} has new arguments: {sorted(unknown)}"
 
 
@@ -489,16 +486,13 @@ REQUEST_MEMBERS = """
 SAMPLING_MEMBERS = "eos_token_id stop_token_ids logprobs logprob_token_ids repetition_detection"
 # Outside its loop over requests, ``update_from_output`` reads these of the scheduler: what a steady step reports itself
 # is what is left of it without connectors, errors and stopped requests.
-END_OF_STEP_MEMBERS = {
-    *("make_stats", "kv_cache_manager", "kv_event_publisher", "finished_req_ids_dict", "perf_metrics"),
-    *("grammar_compile_error_reqs", "encoder_cache_mismatch_reqs", "finish_requests"),
-    # Only with a connector.
-    *("connector", "ec_connector", "recompute_kv_load_failures", "_handle_failed_recving"),
-    *("_handle_invalid_blocks", "_update_from_kv_xfer_finished", "defer_block_free", "processed_step_seq"),
-    *("_drain_deferred_frees", "_drain_deferred_loads"),
-    # Only for stopped requests.
-    *("running", "waiting", "kv_holding_waiting", "deferred_waiting", "_enqueue_waiting_request"),
-}
+END_OF_STEP_MEMBERS = """
+    make_stats kv_cache_manager kv_event_publisher finished_req_ids_dict perf_metrics grammar_compile_error_reqs
+    encoder_cache_mismatch_reqs finish_requests connector ec_connector recompute_kv_load_failures
+    _handle_failed_recving _handle_invalid_blocks _update_from_kv_xfer_finished defer_block_free
+    processed_step_seq _drain_deferred_frees _drain_deferred_loads running waiting kv_holding_waiting
+    deferred_waiting _enqueue_waiting_request
+"""
 # What may end the usual course of a running request, and the functions that change it.
 COURSE_OF_A_REQUEST = {"status", "events", "prefill_stats", "num_stale_output_tokens"}
 CHANGES_OF_COURSE = {
@@ -559,7 +553,8 @@ def test_the_end_of_a_step_uses_nothing_new() -> None:
         for node in ast.walk(statement)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     }
-    assert not used - END_OF_STEP_MEMBERS, f"Scheduler.update_from_output uses {used - END_OF_STEP_MEMBERS}"
+    new = used - set(END_OF_STEP_MEMBERS.split())
+    assert not new, f"Scheduler.update_from_output uses {new}"
 
 
 def _is_loop_over_requests(statement: ast.stmt) -> bool:

@@ -1,7 +1,4 @@
-"""KV connectors behind Rose's block manager: what is loaded is found once it has arrived, what is sent stays.
-
-``test_batched_scheduling.py`` has random traffic with connectors; here two engines share one through ``NixlConnector``.
-"""
+"""KV connectors: what is loaded is found once it has arrived. Traffic with them is in test_batched_scheduling.py."""
 
 from __future__ import annotations
 

@@ -91,12 +91,13 @@ class Publisher:
         self._events: list[Any] = []
         self.simulation.scheduler.kv_event_publisher.publish = lambda batch: self._events.extend(batch.events)
 
-    def serve(self, prompt: list[int], salt: str | None = None, **options: Any) -> tuple[Any, list[Any]]:
+    def serve(
+        self, prompt: list[int], salt: str | None = None, reports: bool = False, **options: Any
+    ) -> tuple[Any, list[Any]]:
         """Generate two tokens; return the request and its events."""
-        report_mode = options.pop("report_mode", None)
         request = make_request("a", prompt, 2, salt, block_hasher=self._block_hasher, **options)
-        if report_mode is not None:
-            request.kv_cache_report_mode = report_mode
+        if reports:
+            request.kv_cache_report_mode = "full"
         self.simulation.scheduler.add_request(request)
         while self.simulation.scheduler.has_unfinished_requests():
             self.simulation.step()
@@ -144,7 +145,7 @@ def test_reuse_is_reported_for_requests_that_ask_for_it(make_config: MakeConfig,
     publisher = Publisher(make_config, block_hasher)
     _, (stored,) = publisher.serve(PROMPT)
     assert publisher.serve(PROMPT)[1] == []
-    _, (reused,) = publisher.serve(PROMPT, session_id="s", report_mode="full")
+    _, (reused,) = publisher.serve(PROMPT, session_id="s", reports=True)
     assert reused.session_id == "s" and stored.session_id is None
     for name in ("block_hashes", "parent_block_hash", "token_ids", "extra_keys"):
         assert getattr(reused, name) == getattr(stored, name), name

@@ -255,7 +255,7 @@ def test_tokens_that_a_later_step_has_overwritten_are_an_error(runner: Runner) -
 class HookedRunner:
     """A model runner whose methods, vLLM's part of them, only note that they were called."""
 
-    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.calls: list[Any] = []
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
@@ -283,10 +283,10 @@ class HookedRunner:
 @pytest.mark.parametrize("reason", [None, "LoRA"])
 @pytest.mark.parametrize("is_on", [True, False])
 def test_graphs_are_captured_behind_vllms(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
 ) -> None:
     monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: reason)
-    hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
+    hooked = HookedRunner(monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
     assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps") and not hooked.streams
@@ -297,9 +297,7 @@ def test_graphs_are_captured_behind_vllms(
     assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
 
 
-def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
 
     class Graphs:
@@ -338,13 +336,13 @@ def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
 @pytest.mark.parametrize("small", [(2, 4), (0, 1), (0, 0), (-4, -2)], ids=str)
 @pytest.mark.parametrize("num_graphs", [0, 1, 9, 10, 11, 105])
 def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, num_graphs: int, small: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, num_graphs: int, small: tuple[int, int]
 ) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
     monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: "LoRA")
-    hooked = HookedRunner(runner, monkeypatch)
+    hooked = HookedRunner(monkeypatch)
     manager = hooked.cudagraph_manager
     manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
     manager._max_full_descs_to_capture = 2
@@ -373,8 +371,8 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     assert exact - num_graphs * mib <= estimate <= exact + num_graphs * mib
 
 
-def test_other_calls_of_a_step_are_vllms(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked = HookedRunner(runner, monkeypatch)
+def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = HookedRunner(monkeypatch)
     launched, outputs = [], ["output"]
     steps = SimpleNamespace(
         launch=lambda output: launched.append(output) or output == "steady",
