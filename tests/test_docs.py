@@ -40,7 +40,7 @@ from rose_backend.server.protocol import (
 )
 from tests.conftest import ROOT
 from tests.support.patience import HANG_S
-from tests.vllm_plugin.vllm_engine_arguments import ENGINE_ARGUMENTS
+from tests.support.vllm_plugin.vllm_options import OPTIONS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOM_READMES = sorted((ROOT / "rose_backend").rglob("README.md"))
@@ -215,7 +215,7 @@ def check_make(words: list[str], variables: dict[str, str]) -> None:
 
 def check_vllm(words: list[str]) -> None:
     """Check the names of vLLM's options, and Rose's keys of ``--additional-config``."""
-    names = {name for options in ENGINE_ARGUMENTS.values() for name in options.names()} | VLLM_FRONT_END
+    names = {*OPTIONS["EngineArgs"].names(), *OPTIONS["AsyncEngineArgs"].names(), *VLLM_FRONT_END}
     keys = {field.name for field in fields(PluginConfig)}
     for word, value in pairwise([*words, ""]):
         option, _, own_value = word.partition("=")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.support.vllm_plugin.configs import MakeConfig, OnGpu
+
 # The package's other half works and is tested without vLLM.
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
-
-MakeConfig = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +70,23 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     fresh = sample_counts()
     monkeypatch.setattr("rose_backend.vllm_plugin.sampler.SAMPLES", fresh)
     return fresh
+
+
+@pytest.fixture
+def on_gpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    """Return a function that builds a configuration with what vLLM would choose on a GPU."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+
+    from tests.support.vllm_plugin.configs import VLLM_SIZES
+
+    def make(sizes: list[int] = VLLM_SIZES, **options: Any) -> Any:
+        config = make_config(**options)
+        compilation = config.compilation_config
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(sizes), sizes[-1]
+        # Not before: the configuration was made for the platform that is there.
+        monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+        return config
+
+    return make

@@ -7,100 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.config.utils import replace
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import current_workspace
 from rose_backend.vllm_plugin.attention import backend
-from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend, RoseAttentionImpl
-from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_spec
-from tests.vllm_plugin.conftest import MakeConfig
-
-BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 16, 24, 4, 2, 64
-SCALE = HEAD_SIZE**-0.5
-# (tokens computed before, new tokens): decodes, fresh prompts, chunks that start inside a block.
-STEPS = {
-    "mixed": [(0, 1), (37, 1), (16, 1), (0, 33), (5, 20)],
-    "decodes": [(0, 1), (15, 1), (16, 1), (40, 1)],
-    "prefills": [(0, 17), (31, 2), (3, 30)],
-}
-
-
-class Step:
-    """Random requests with their history already in the cache."""
-
-    def __init__(self, rows: list[tuple[int, int]], *, cache_order: str = "BHNC", padding: int = 0) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.rows = rows
-        num_tokens = sum(new for _, new in rows)
-        self.num_tokens = num_tokens
-        self.query = torch.randn(num_tokens + padding, NUM_HEADS, HEAD_SIZE, generator=generator)
-        self.key = torch.randn(num_tokens + padding, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
-        self.value = torch.randn(num_tokens + padding, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
-        # Slots that no request has written hold NaN: reading one shows.
-        sizes = {"B": NUM_BLOCKS, "H": NUM_KV_HEADS, "N": BLOCK_SIZE, "C": 2 * HEAD_SIZE}
-        storage = torch.full([sizes[letter] for letter in cache_order], float("nan"))
-        self.cache = storage.permute([cache_order.index(letter) for letter in "BHNC"])
-        width = 8
-        free = torch.randperm(NUM_BLOCKS - 1, generator=generator).add(1).tolist()
-        self.table = torch.zeros(len(rows), width, dtype=torch.int32)
-        self.history: list[tuple[torch.Tensor, torch.Tensor]] = []
-        slots, starts = [], [0]
-        for row, (computed, new) in enumerate(rows):
-            for column in range(-(-(computed + new) // BLOCK_SIZE)):
-                self.table[row, column] = free.pop()
-            key = torch.randn(computed, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
-            value = torch.randn(computed, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
-            self.history.append((key, value))
-            for position in range(computed):
-                block = int(self.table[row, position // BLOCK_SIZE])
-                self.cache[block, :, position % BLOCK_SIZE] = torch.cat((key[position], value[position]), -1)
-            for position in range(computed, computed + new):
-                slots.append(
-                    int(self.table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-                )
-            starts.append(starts[-1] + new)
-        self.slot_mapping = torch.tensor(slots + [-1] * padding)
-        self.starts = starts
-
-    def common_metadata(self) -> CommonAttentionMetadata:
-        start_loc = torch.tensor(self.starts, dtype=torch.int32)
-        seq_lens = torch.tensor([computed + new for computed, new in self.rows], dtype=torch.int32)
-        return CommonAttentionMetadata(
-            query_start_loc=start_loc,
-            query_start_loc_cpu=start_loc,
-            seq_lens=seq_lens,
-            num_reqs=len(self.rows),
-            num_actual_tokens=self.num_tokens,
-            max_query_len=max(new for _, new in self.rows),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=self.table,
-            slot_mapping=self.slot_mapping,
-        )
-
-    def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        out = torch.empty(self.num_tokens, NUM_HEADS, HEAD_SIZE)
-        for row, (computed, new) in enumerate(self.rows):
-            tokens = slice(self.starts[row], self.starts[row + 1])
-            key = torch.cat((self.history[row][0], self.key[tokens])).repeat_interleave(
-                NUM_HEADS // NUM_KV_HEADS, 1
-            )
-            value = torch.cat((self.history[row][1], self.value[tokens])).repeat_interleave(
-                NUM_HEADS // NUM_KV_HEADS, 1
-            )
-            scores = torch.einsum("qhd,khd->hqk", self.query[tokens], key) * SCALE
-            distance = (torch.arange(new) + computed)[:, None] - torch.arange(computed + new)[None]
-            hidden = (distance < 0) | (distance >= (sliding_window or 1 << 30))
-            out[tokens] = torch.einsum(
-                "hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value
-            )
-        return out
+from tests.support.vllm_plugin.attention_steps import (
+    HEAD_SIZE,
+    NUM_HEADS,
+    STEPS,
+    Step,
+    attend,
+    make_builder,
+    make_layer,
+)
+from tests.support.vllm_plugin.configs import MakeConfig, n_grams
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +39,15 @@ def configs(make_config: MakeConfig) -> dict[bool, Any]:
 
 
 def run(step: Step, config: Any, **layer_options: Any) -> torch.Tensor:
-    with set_current_vllm_config(config):
-        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **layer_options)
-        builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
-    metadata = builder.build(0, step.common_metadata())
-    output = torch.full_like(step.query, 7.0)
-    assert impl.forward(None, step.query, step.key, step.value, step.cache, metadata, output) is output
-    return output
+    metadata = make_builder(config).build(0, step.common_metadata())
+    return attend(make_layer(config, **layer_options), step, metadata)
 
 
 @pytest.mark.parametrize("order", ["".join(order) for order in itertools.permutations("BHN")])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 def test_any_layout_gives_plain_attention(configs: dict[bool, Any], order: str, fused: bool) -> None:
     step = Step(STEPS["mixed"], cache_order=f"{order}C")
-    output = run(step, configs[fused])
-    torch.testing.assert_close(output, step.expected(), rtol=1e-5, atol=1e-5)
+    step.check(run(step, configs[fused]))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
@@ -135,20 +56,15 @@ def test_new_tokens_are_stored_and_nothing_else_changes(
     configs: dict[bool, Any], name: str, fused: bool
 ) -> None:
     step = Step(STEPS[name], padding=3)
-    wanted = step.cache.clone()
-    for token, slot in enumerate(step.slot_mapping[: step.num_tokens].tolist()):
-        wanted[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = torch.cat((step.key[token], step.value[token]), -1)
-    output = run(step, configs[fused])
-    assert torch.equal(step.cache.nan_to_num(nan=-1e9), wanted.nan_to_num(nan=-1e9))
-    torch.testing.assert_close(output[: step.num_tokens], step.expected(), rtol=1e-5, atol=1e-5)
-    assert (output[step.num_tokens :] == 7.0).all(), "padding was written"
+    wanted = step.expected_cache()
+    step.check(run(step, configs[fused]))
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), wanted)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 def test_sliding_window(configs: dict[bool, Any], fused: bool) -> None:
     step = Step(STEPS["mixed"])
-    output = run(step, configs[fused], sliding_window=9)
-    torch.testing.assert_close(output, step.expected(9), rtol=1e-5, atol=1e-5)
+    step.check(run(step, configs[fused], sliding_window=9), 9)
 
 
 def test_a_separate_write_lets_requests_read_what_others_store_in_the_same_step(
@@ -160,8 +76,7 @@ def test_a_separate_write_lets_requests_read_what_others_store_in_the_same_step(
         step.table[reader, 0] = step.table[2, 0]
         step.history[reader] = (step.key[5:21], step.value[5:21])
     step.cache[step.table[2, 0]] = float("nan")
-    output = run(step, configs[False])
-    torch.testing.assert_close(output, step.expected(), rtol=1e-5, atol=1e-5)
+    step.check(run(step, configs[False]))
 
 
 def test_a_layer_that_shares_anothers_cache_writes_nothing(configs: dict[bool, Any]) -> None:
@@ -175,19 +90,17 @@ def test_a_layer_that_shares_anothers_cache_writes_nothing(configs: dict[bool, A
 
 
 def test_profiling_without_a_cache_returns_zeros(configs: dict[bool, Any]) -> None:
-    with set_current_vllm_config(configs[True]):
-        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS)
+    impl = make_layer(configs[True])
     output = torch.full((3, NUM_HEADS, HEAD_SIZE), float("nan"))
     query = torch.randn(3, NUM_HEADS, HEAD_SIZE)
     assert impl.forward(None, query, query, query, torch.tensor([]), None, output).eq(0).all()
 
 
 def test_unknown_layer_options_are_refused(configs: dict[bool, Any]) -> None:
-    with set_current_vllm_config(configs[True]):
-        with pytest.raises(ConfigError, match="chunk_lookback"):
-            RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, chunk_lookback=4)
-        with pytest.raises(ConfigError, match="ENCODER_ONLY"):
-            RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, attn_type=AttentionType.ENCODER_ONLY)
+    with pytest.raises(ConfigError, match="chunk_lookback"):
+        make_layer(configs[True], chunk_lookback=4)
+    with pytest.raises(ConfigError, match="ENCODER_ONLY"):
+        make_layer(configs[True], attn_type=AttentionType.ENCODER_ONLY)
 
 
 def test_the_platform_refuses_what_the_backend_does_not_support() -> None:
@@ -232,8 +145,7 @@ def test_float8_needs_a_gpu_that_converts_it(capability: tuple[int, int], refuse
 
 def test_reloaded_sinks_keep_their_address(configs: dict[bool, Any]) -> None:
     loaded = torch.nn.Parameter(torch.zeros(NUM_HEADS, dtype=torch.bfloat16), requires_grad=False)
-    with set_current_vllm_config(configs[True]):
-        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, sinks=loaded)
+    impl = make_layer(configs[True], sinks=loaded)
     addresses = set()
     for value in (1.5, -2.0):
         loaded.fill_(value)
@@ -259,11 +171,8 @@ def test_specifications_are_marked_and_otherwise_equal() -> None:
 def test_layers_of_one_engine_share_scratch_memory_with_no_other(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = []
-    for config in (make_config(), make_config()):
-        for _ in range(2):
-            with set_current_vllm_config(config):
-                layers.append(RoseAttentionImpl(2, 64, 0.125, 2))
+    first, config = make_config(), make_config()
+    layers = [make_layer(each) for each in (first, first, config, config)]
     assert layers[0].workspace is layers[1].workspace and layers[2].workspace is layers[3].workspace
     assert layers[0].workspace is not layers[2].workspace
     # vLLM copies configurations, one for flashinfer's warm-up for example.
@@ -271,10 +180,64 @@ def test_layers_of_one_engine_share_scratch_memory_with_no_other(
     used = []
     monkeypatch.setattr(backend, "attend", lambda *args, **options: used.append(current_workspace()))
     step = Step(STEPS["decodes"])
-    metadata = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu")).build(
-        0, step.common_metadata()
-    )
-    query = torch.zeros(4, 2, 64)
-    cache = torch.zeros(8, 2, 16, 128)
-    layers[0].forward(None, query, query, query, cache, metadata, query)
+    attend(layers[0], step, make_builder(config).build(0, step.common_metadata()))
     assert used == [layers[0].workspace]
+
+
+# What attention layers are told of a step, and what a captured CUDA graph may rely on.
+def test_rows_without_tokens_are_padding(make_config: MakeConfig) -> None:
+    step = Step(STEPS["decodes"])
+    common = step.common_metadata()
+    last = common.query_start_loc[-1:]
+    common.query_start_loc = common.query_start_loc_cpu = torch.cat((common.query_start_loc, last, last))
+    common.seq_lens = torch.cat((common.seq_lens, torch.zeros(2, dtype=torch.int32)))
+    common.block_table_tensor = torch.cat((step.table, torch.zeros(2, 8, dtype=torch.int32)))
+    common.num_reqs += 2
+    builder = make_builder(make_config())
+    metadata = builder.build(0, common)
+    assert metadata.decode_computed_tokens.tolist() == [0, 15, 16, 40, -1, -1]
+    assert metadata.num_decodes == 4 and metadata.num_prefill_tokens == 0
+
+
+def test_a_step_keeps_the_addresses_that_a_captured_graph_reads(make_config: MakeConfig) -> None:
+    builder = make_builder(make_config())
+    captured = builder.build_for_cudagraph_capture(Step([(0, 1)] * 4).common_metadata())
+    common = Step(STEPS["decodes"]).common_metadata()
+    metadata = builder.build(0, common)
+    assert metadata.decode_computed_tokens.data_ptr() == captured.decode_computed_tokens.data_ptr()
+    assert captured.decode_computed_tokens.tolist() == [0, 15, 16, 40]
+    for name in ("query_start_loc", "slot_mapping"):
+        assert getattr(metadata, name).data_ptr() == getattr(common, name).data_ptr()
+    assert metadata.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "support", "threshold"),
+    [(0, "UNIFORM_BATCH", 1), (4, "UNIFORM_BATCH", 5), (8, "UNIFORM_SINGLE_TOKEN_DECODE", 1)],
+)
+def test_what_is_declared_about_graphs_and_drafts(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    num_drafts: int,
+    support: str,
+    threshold: int,
+) -> None:
+    config = make_config(speculative_config=n_grams(num_drafts) if num_drafts else None)
+    builder = make_builder(config)
+    assert builder.reorder_batch_threshold == threshold
+    # The torch reference kernels cannot be captured.
+    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport[support]
+
+
+def test_rows_with_drafts_are_decodes(make_config: MakeConfig) -> None:
+    builder = make_builder(make_config(speculative_config=n_grams(4)))
+    metadata = builder.build(0, Step([(20, 5), (37, 1), (0, 3), (3, 30), (0, 17)]).common_metadata())
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.max_decode_query_len) == (3, 9, 5)
+    assert (metadata.first_prefill_row, metadata.num_prefill_tokens) == (3, 47)
+    assert metadata.prefill_start_loc.tolist() == [0, 30, 47]
+    assert metadata.decode_computed_tokens.tolist() == [20, 37, 0, -1, -1]
+    assert metadata.prefill_computed_tokens.tolist() == [-1, -1, -1, 3, 0]
+    single = builder.build(0, Step(STEPS["decodes"]).common_metadata())
+    assert (single.num_decodes, single.num_decode_tokens, single.max_decode_query_len) == (4, 4, 1)

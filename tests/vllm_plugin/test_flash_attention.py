@@ -1,24 +1,17 @@
-"""Which prefill rows are FlashAttention 3's, and what it is handed. Its kernels are replaced by torch references."""
+"""Which prefill rows are FlashAttention 3's, and what it is handed. Its kernels are replaced by a torch reference."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 
-from rose_backend.kernels import AttentionOptions
-from rose_backend.kernels.attention import reference
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.flash_attention import (
@@ -28,88 +21,29 @@ from rose_backend.vllm_plugin.attention.flash_attention import (
     is_faster,
     uses_flash_attention,
 )
-from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
-from tests.support.attention_calls import paged_prefill
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.test_attention_backend import (
+from tests.support.vllm_plugin.attention_steps import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
     SCALE,
     STEPS,
+    Manager,
     Step,
+    attend,
+    make_builder,
+    make_layer,
 )
-from tests.vllm_plugin.test_mixed_graphs import Manager, OnGpu, on_gpu  # noqa: F401
+from tests.support.vllm_plugin.configs import MakeConfig, OnGpu, rose
+from tests.support.vllm_plugin.fake_flash import FakeFlash
 
 PLUGIN = "rose_backend.vllm_plugin.attention"
 PREFILLS_OF = {"mixed": (3, 3), "prefills": (0, 0)}
 """Step -> its first prefill row and that row's first token."""
-
-
-def real_interface() -> ModuleType:
-    """Return vLLM's module of FlashAttention's Python functions, without the kernels, which a CPU build lacks."""
-    path = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
-    spec = importlib.util.spec_from_file_location("flash_attn_interface_alone", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-class FakeFlash(ModuleType):
-    """FlashAttention's functions as plain torch. Takes exactly the arguments that vLLM's functions take."""
-
-    def __init__(self) -> None:
-        super().__init__("vllm.vllm_flash_attn")
-        real = real_interface()
-        self._attend, self._plan = (
-            inspect.signature(function)
-            for function in (real.flash_attn_varlen_func, real.get_scheduler_metadata)
-        )
-        self.calls: list[dict[str, Any]] = []
-        self.schedules: list[dict[str, Any]] = []
-
-    def get_scheduler_metadata(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = self._plan.bind(*args, **kwargs)
-        bound.apply_defaults()
-        self.schedules.append(bound.arguments)
-        return torch.tensor([len(self.schedules)])
-
-    def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = self._attend.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        self.calls.append(given)
-        query, starts, seq_lens = given["q"], given["cu_seqlens_q"], given["seqused_k"]
-        assert (
-            given["causal"]
-            and given["fa_version"] == 3
-            and given["window_size"] in (None, [-1, -1], (-1, -1))
-        )
-        query_lens = starts.diff()
-        assert given["max_seqlen_q"] >= query_lens.max() and given["max_seqlen_k"] >= seq_lens.max()
-        for name in ("cu_seqlens_q", "seqused_k", "block_table"):
-            assert given[name].dtype == torch.int32 and given[name].stride(-1) == 1
-        for name in ("q", "k", "v", "out"):
-            *strides, last = given[name].stride()
-            assert last == 1 and all(stride % 8 == 0 for stride in strides), "the copy engine takes 16 bytes"
-        return paged_prefill(
-            query,
-            None,
-            None,
-            given["k"],
-            given["v"],
-            given["block_table"],
-            starts,
-            seq_lens - query_lens,
-            launch=reference.paged_prefill,
-            options=AttentionOptions(given["softmax_scale"]),
-            out=given["out"],
-        )
 
 
 @pytest.fixture
@@ -130,23 +64,13 @@ Run = Callable[..., RoseAttentionMetadata]
 @pytest.fixture(params=[True, False], ids=["fused", "separate"])
 def run(request: pytest.FixtureRequest, make_config: MakeConfig) -> Run:
     """Return a function that runs layers of one step and checks each one's output."""
-    config = make_config(additional_config={"rose": {"fused_kv_append": request.param}})
+    config = make_config(**rose(fused_kv_append=request.param))
 
     def run_layers(step: Step, layers: tuple[dict[str, Any], ...] = ({},)) -> RoseAttentionMetadata:
-        with set_current_vllm_config(config):
-            impls = [
-                RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **layer) for layer in layers
-            ]
-            builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
-        metadata = builder.build(0, step.common_metadata())
+        impls = [make_layer(config, **layer) for layer in layers]
+        metadata = make_builder(config).build(0, step.common_metadata())
         for impl, layer in zip(impls, layers, strict=True):
-            output = torch.full_like(step.query, 7.0)
-            assert (
-                impl.forward(None, step.query, step.key, step.value, step.cache, metadata, output) is output
-            )
-            expected = step.expected(layer.get("sliding_window"))
-            torch.testing.assert_close(output[: step.num_tokens], expected, rtol=1e-5, atol=1e-5)
-            assert (output[step.num_tokens :] == 7.0).all(), "padding was written"
+            step.check(attend(impl, step, metadata), layer.get("sliding_window"))
         return metadata
 
     return run_layers
@@ -158,11 +82,9 @@ def test_it_gets_the_prefill_rows_and_all_is_stored(
     flash: FakeFlash, run: Run, name: str, order: str
 ) -> None:
     step = Step(STEPS[name], cache_order=order, padding=3)
-    wanted = step.cache.clone()
-    for token, slot in enumerate(step.slot_mapping[: step.num_tokens].tolist()):
-        wanted[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = torch.cat((step.key[token], step.value[token]), -1)
+    wanted = step.expected_cache()
     run(step)
-    assert torch.equal(step.cache.nan_to_num(nan=-1e9), wanted.nan_to_num(nan=-1e9))
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), wanted)
     [call] = flash.calls
     first_row, first_token = PREFILLS_OF[name]
     rows = STEPS[name][first_row:]
@@ -234,7 +156,7 @@ def test_blocks_that_are_loaded_whole_are_roses(
 
 def test_decodes_and_captured_graphs_are_roses(flash: FakeFlash, run: Run, make_config: MakeConfig) -> None:
     assert run(Step(STEPS["decodes"])).flash_rows is None
-    builder = RoseAttentionMetadataBuilder(None, ["layer"], make_config(), torch.device("cpu"))
+    builder = make_builder(make_config())
     common = Step(STEPS["mixed"]).common_metadata()
     assert builder.build(0, common).flash_rows is not None
     assert builder.build_for_cudagraph_capture(common).flash_rows is None
@@ -245,9 +167,7 @@ def test_the_run_before_a_capture_compiles_the_write(
     flash: FakeFlash, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, step = make_config(), Step([(0, 17), (31, 2)])
-    with set_current_vllm_config(config):
-        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS)
-        builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    impl, builder = make_layer(config), make_builder(config)
     metadata = builder.build_for_cudagraph_capture(step.common_metadata())
     written: list[int] = []
     monkeypatch.setattr(f"{PLUGIN}.backend.write_kv", lambda key, *rest: written.append(len(key)))
@@ -292,17 +212,14 @@ def test_rows_are_chosen_by_an_average_token(
     step = Step(rows)
     common = step.common_metadata()
     num_decodes = sum(new == 1 for _, new in rows)
-    common.seq_lens_cpu_upper_bound = common.seq_lens
-    flash_rows = choose_rows(
-        common, num_decodes, num_decodes, common.query_start_loc[num_decodes:] - num_decodes
-    )
-    assert (flash_rows is not None) == chosen
-    # Without lengths on the host a context counts as none.
-    common.seq_lens_cpu_upper_bound = None
-    flash_rows = choose_rows(
-        common, num_decodes, num_decodes, common.query_start_loc[num_decodes:] - num_decodes
-    )
-    assert (flash_rows is not None) == (chosen and threshold.num_computed_tokens == 0)
+    # Without lengths on the CPU a context counts as none.
+    for seq_lens, is_chosen in (
+        (common.seq_lens, chosen),
+        (None, chosen and threshold.num_computed_tokens == 0),
+    ):
+        common.seq_lens_cpu_upper_bound = seq_lens
+        starts = common.query_start_loc[num_decodes:] - num_decodes
+        assert (choose_rows(common, num_decodes, num_decodes, starts) is not None) == is_chosen
 
 
 @pytest.fixture
@@ -367,7 +284,7 @@ def test_a_build_without_its_extensions_attends_with_roses_kernel(
 
 @pytest.mark.parametrize("data_parallel_size", [1, 2])
 def test_steps_of_long_rows_are_launched(
-    on_gpu: OnGpu,  # noqa: F811
+    on_gpu: OnGpu,
     monkeypatch: pytest.MonkeyPatch,
     data_parallel_size: int,
 ) -> None:
@@ -390,7 +307,7 @@ def test_steps_of_long_rows_are_launched(
     assert manager.dispatch(20, 20, 1, 0, 1).uniform_token_count == 1
 
 
-def test_graphs_serve_long_rows_without_flash_attention(on_gpu: OnGpu) -> None:  # noqa: F811
+def test_graphs_serve_long_rows_without_flash_attention(on_gpu: OnGpu) -> None:
     config = on_gpu([1, LAUNCHED_FROM * 2], max_num_seqs=20)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     manager = Manager(config, CUDAGraphMode.FULL, 20)

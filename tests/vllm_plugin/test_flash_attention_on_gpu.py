@@ -26,7 +26,7 @@ from tests.support.paged_inputs import (
     make_inputs,
     same_bits,
 )
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -1,16 +1,22 @@
-"""What this vLLM calls on the objects that Rose puts in its place, Rose's classes accept. Needs no GPU and no engine.
+"""What this vLLM calls on the objects that Rose puts in its place, Rose's classes accept, and what batched scheduling
+builds, takes apart and counts on is as it was read. Needs no GPU and no engine.
 
 Run it against any installed vLLM: each failure names the member that moved.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pickle
+import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import (
@@ -30,10 +36,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched import async_scheduler, utils
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
@@ -58,7 +70,11 @@ from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
 from rose_backend.vllm_plugin.sampler import PARAMETERS, ReplayedSampling, RoseDraws, RoseTopKTopP
+from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
+from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
+from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.simulation import make_simulation
 
 NOT_CALLED_ON_BLOCKS = {
     "get_unhashed_block_ids",  # by KV connectors only, outside of the scheduler
@@ -66,12 +82,10 @@ NOT_CALLED_ON_BLOCKS = {
 }
 
 # All belong to features that are refused at start-up, or that one group of full attention does not need.
-IGNORED_ARGUMENTS = {
-    "skip_zeroing_group_ids",
-    *("dcp_world_size", "pcp_world_size", "use_eagle", "num_hash_lookahead_tokens"),
-    *("enable_mamba_shared_prefix_checkpoint", "metrics_collector"),
-    *("hash_block_size", "scheduler_block_size", "max_in_flight_tokens"),
-}
+IGNORED_ARGUMENTS = """
+    skip_zeroing_group_ids dcp_world_size pcp_world_size use_eagle num_hash_lookahead_tokens metrics_collector
+    enable_mamba_shared_prefix_checkpoint hash_block_size scheduler_block_size max_in_flight_tokens
+"""
 
 EVENT_FIELDS = {
     kv_events.BlockStored: {
@@ -82,24 +96,20 @@ EVENT_FIELDS = {
     kv_events.AllBlocksCleared: set(),
 }
 # About other tiers and other kinds of groups than Rose's manager keeps.
-EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership"}
-# Of hashes that depend on tokens behind a block (0.33), which are refused together with events.
-EVENT_FIELDS_LEFT_OUT |= {"lookahead_token_ids"}
+# ``lookahead_token_ids``: of hashes that depend on tokens behind a block (0.33), which are refused beside events.
+EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership", "lookahead_token_ids"}
 
 # Who serves them: filters, temperature 0 and seeds are Rose's sampler's. vLLM applies the others to the logits before
 # the draw, reads logits before it or tokens behind it; watermarks alone take the draw itself.
-SAMPLING_FIELDS = {
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "watermarking", "_watermarking_skipped"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
-    *("bad_words", "_bad_words_token_ids", "min_tokens", "structured_outputs", "thinking_token_budget"),
-    *("extra_args", "trace_decode_token_ids"),
-    *("logprobs", "logprob_token_ids", "flat_logprobs"),
-    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
-    *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"),
-    *("_eos_token_id", "_all_stop_token_ids", "repetition_detection", "output_text_buffer_length"),
-    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "stream_interval"),
-    *("skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
-}
+SAMPLING_FIELDS = """
+    n temperature top_p top_k min_p seed watermarking _watermarking_skipped presence_penalty frequency_penalty
+    repetition_penalty logit_bias allowed_token_ids bad_words _bad_words_token_ids min_tokens structured_outputs
+    thinking_token_budget extra_args trace_decode_token_ids logprobs logprob_token_ids flat_logprobs
+    prompt_logprobs prompt_logprob_token_ids prompt_logprob_start stop stop_token_ids ignore_eos max_tokens
+    include_stop_str_in_output _eos_token_id _all_stop_token_ids repetition_detection output_text_buffer_length
+    detokenize skip_special_tokens spaces_between_special_tokens output_kind stream_interval skip_clone
+    skip_reading_prefix_cache routed_experts_prompt_start
+"""
 
 
 def public_functions(owner: type) -> dict[str, Any]:
@@ -144,7 +154,7 @@ def test_block_manager_ignores_only_arguments_that_are_known_not_to_matter(name:
     theirs, ours = (
         inspect.signature(getattr(c, name)).parameters for c in (KVCacheManager, RoseKVCacheManager)
     )
-    unknown = set(theirs) - set(ours) - IGNORED_ARGUMENTS
+    unknown = set(theirs) - set(ours) - set(IGNORED_ARGUMENTS.split())
     assert not unknown, f"{name} has new arguments: {sorted(unknown)}"
 
 
@@ -188,14 +198,6 @@ def test_vllm_asks_for_what_the_attention_classes_override() -> None:
     layer = inspect.getsource(attention_layer)
     for name in ("_k_scale", "_v_scale", "impl.process_weights_after_loading"):
         assert name in layer, f"vLLM's attention layer has no {name}"
-
-
-def test_graphs_of_decodes_are_captured_and_chosen_by_what_rose_says_of_them() -> None:
-    fields = BatchExecutionDescriptor.__dataclass_fields__
-    for name in ("num_tokens", "num_reqs", "uniform_token_count"):
-        assert name in fields, f"BatchExecutionDescriptor has no {name}"
-    for name in ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
-        assert name in CompilationConfig.__dataclass_fields__, f"CompilationConfig has no {name}"
 
 
 def test_a_graph_of_decodes_is_captured_with_queries_of_one_token_and_a_mixed_one_with_any(
@@ -274,8 +276,6 @@ def test_steady_steps_find_the_tables_and_builders_of_each_kv_cache_group() -> N
     source = inspect.getsource(attn_utils.build_attn_metadata)
     for part in ("block_tables[i]", "slot_mappings[i]", "for attn_group in attn_groups[i]:"):
         assert part in source, f"build_attn_metadata has no {part}"
-    names = {"kv_cache_spec", "kernel_block_size", "metadata_builders"}
-    assert names <= set(AttentionGroup.__dataclass_fields__)
     group = AttentionGroup(object, [], MagicMock(), 0, metadata_builders=["first", "of another microbatch"])
     assert group.get_metadata_builder() == "first"
 
@@ -312,14 +312,11 @@ def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> 
         assert f"self.{name} = UvaBackedTensor(" in inspect.getsource(SamplingStates), name
     assert_accepts(RoseTopKTopP.__call__, TopKTopPSampler.forward_native, "TopKTopPSampler.forward")
     inspect.signature(apply_top_k_top_p).bind("logits", "k", "p")
-    for name in ("use_fp64_gumbel", "return_sampling_mask", "logprobs_mode"):
-        assert name in ModelConfig.__dataclass_fields__, f"ModelConfig has no {name}"
-    assert isinstance(VllmConfig.use_v2_model_runner, property)
 
 
 def test_every_kind_of_request_is_known() -> None:
     """A new field may ask for something that Rose's draw would leave out; see ``why_vllm_draws``."""
-    new = set(SamplingParams.__struct_fields__) - SAMPLING_FIELDS
+    new = set(SamplingParams.__struct_fields__) - set(SAMPLING_FIELDS.split())
     assert not new, f"SamplingParams has new fields: {sorted(new)}"
 
 
@@ -359,18 +356,28 @@ def test_requests_carry_what_keys_and_events_are_made_of() -> None:
     assert (request.lora_request.adapter_id, request.lora_request.name) == (1, "n")
 
 
+FIELDS = {
+    BatchExecutionDescriptor: "num_tokens num_reqs uniform_token_count",
+    CompilationConfig: "cudagraph_mode cudagraph_capture_sizes max_cudagraph_capture_size",
+    SpeculativeConfig: "method",
+    ModelConfig: "use_fp64_gumbel return_sampling_mask logprobs_mode",
+    # These decide whether Rose serves a group.
+    FullAttentionSpec: "sliding_window attention_chunk_size non_causal",
+    AttentionGroup: "kv_cache_spec kernel_block_size metadata_builders",
+}
+
+
+@pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__name__)
+def test_vllms_classes_have_the_fields_that_rose_reads(owner: Any) -> None:
+    assert set(FIELDS[owner].split()) <= owner.__dataclass_fields__.keys()
+
+
 def test_configuration_names_what_speculation_needs() -> None:
-    for name in ("num_lookahead_tokens", "num_prefill_lookahead_tokens"):
+    for name in ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "use_v2_model_runner"):
         assert isinstance(getattr(VllmConfig, name), property), f"VllmConfig has no {name}"
-    assert "method" in SpeculativeConfig.__dataclass_fields__
     assert "attention_chunk_size" in inspect.getsource(ModelConfig), (
         "chunked local attention would go unnoticed"
     )
-
-
-def test_specifications_have_the_fields_that_decide_whether_rose_serves_a_group() -> None:
-    for name in ("sliding_window", "attention_chunk_size", "non_causal"):
-        assert name in FullAttentionSpec.__dataclass_fields__, f"FullAttentionSpec has no {name}"
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -428,3 +435,158 @@ def test_the_rotary_table_that_rose_takes_is_vllms_before_it_is_rounded(rope_typ
     assert torch.equal(table.half(), rotary.cos_sin_cache)
     # And so what the standalone engine computes.
     torch.testing.assert_close(table, rotary_table(options, 32, len(table), torch.device("cpu")))
+
+
+# Of the objects that a batched step builds or takes apart, or a replayed one leaves to a graph: every field that was
+# looked at. A new one may ask for something that they have to do, too.
+STEP_FIELDS: dict[Any, str] = {
+    SchedulerOutput: """
+        scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens
+        scheduled_spec_decode_tokens scheduled_encoder_inputs finished_req_ids preempted_req_ids
+        free_encoder_mm_hashes scheduled_encoder_input_stats has_structured_output_requests
+        pending_structured_output_tokens num_invalid_spec_tokens kv_connector_metadata has_sync_kv_loads
+        aux_output_connector_metadata ec_connector_metadata ec_manager_metadata new_block_ids_to_zero
+        kv_cache_block_copies kv_connector_block_state num_spec_tokens_to_schedule num_common_prefix_blocks
+    """,
+    CachedRequestData: """
+        req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens num_output_tokens
+    """,
+    EngineCoreOutput: """
+        request_id new_token_ids new_logprobs new_prompt_logprobs_tensors pooling_output finish_reason stop_reason
+        events kv_transfer_params ec_transfer_params trace_headers prefill_stats routed_experts num_nans_in_logits
+        mm_cache_miss_hashes new_sampling_mask spec_decode_metrics prompt_token_id_logprobs
+    """,
+    EngineCoreOutputs: """
+        engine_index outputs scheduler_stats timestamp utility_output finished_requests wave_complete start_wave
+        weight_version
+    """,
+    ModelRunnerOutput: """
+        req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict prompt_token_id_logprobs_dict
+        pooler_output kv_connector_output ec_connector_output num_nans_in_logits cudagraph_stats
+        aux_output_connector_output sampling_masks
+    """,
+}
+FROM_0_33 = {"skip_drafts", "encoder_input_updates", "error"}
+
+# What the batched path reads or sets on vLLM's own objects.
+SCHEDULER_MEMBERS = """
+    running waiting kv_holding_waiting deferred_waiting requests finished_req_ids reset_preempted_req_ids
+    prev_step_scheduled_req_ids num_waiting_for_streaming_input max_num_active_reqs max_num_scheduled_tokens
+    max_model_len current_step _pause_state prefill_capacity_bound use_v2_model_runner encoder_cache_manager
+    sched_step_seq enable_kv_cache_events get_request_counts _free_cow_retained_blocks
+    _handle_blocked_waiting_request _preempt_request finish_requests make_stats finished_req_ids_dict
+    grammar_compile_error_reqs encoder_cache_mismatch_reqs
+"""
+REQUEST_MEMBERS = """
+    num_computed_tokens num_output_placeholders num_in_flight_tokens num_stale_output_tokens num_prompt_tokens
+    num_tokens_with_spec max_tokens is_prefill_chunk prefill_stats events status structured_output_request
+    resumable trace_headers client_index _block_hasher _all_token_ids _output_token_ids update_block_hashes
+    sampling_params mm_features has_encoder_inputs
+"""
+SAMPLING_MEMBERS = "eos_token_id stop_token_ids logprobs logprob_token_ids repetition_detection"
+# Outside its loop over requests, ``update_from_output`` reads these of the scheduler: what a steady step reports itself
+# is what is left of it without connectors, errors and stopped requests.
+END_OF_STEP_MEMBERS = """
+    make_stats kv_cache_manager kv_event_publisher finished_req_ids_dict perf_metrics grammar_compile_error_reqs
+    encoder_cache_mismatch_reqs finish_requests connector ec_connector recompute_kv_load_failures
+    _handle_failed_recving _handle_invalid_blocks _update_from_kv_xfer_finished defer_block_free
+    processed_step_seq _drain_deferred_frees _drain_deferred_loads running waiting kv_holding_waiting
+    deferred_waiting _enqueue_waiting_request
+"""
+# What may end the usual course of a running request, and the functions that change it.
+COURSE_OF_A_REQUEST = {"status", "events", "prefill_stats", "num_stale_output_tokens"}
+CHANGES_OF_COURSE = {
+    *("finish_requests", "_preempt_request"),  # They count as interventions.
+    *("update_from_output", "check_stop", "_handle_stopped_request"),  # Of requests that are left to vLLM.
+    *("schedule", "_handle_blocked_waiting_request", "add_request"),  # Of requests that are not running.
+    "_update_request_as_session",  # Sessions are always left to vLLM.
+}
+
+
+@pytest.mark.parametrize("owner", STEP_FIELDS, ids=lambda owner: owner.__name__)
+def test_steps_and_outputs_have_the_fields_that_are_known(owner: Any) -> None:
+    fields = getattr(owner, "__struct_fields__", None) or tuple(owner.__dataclass_fields__)
+    assert set(fields) - FROM_0_33 == set(STEP_FIELDS[owner].split()), owner.__name__
+    if owner is EngineCoreOutput:
+        # Built by position, thousands of times a second.
+        assert fields[:2] == ("request_id", "new_token_ids")
+
+
+@pytest.mark.parametrize("name", ["schedule", "update_from_output", "add_request"])
+def test_the_scheduler_is_called_as_the_batched_one_takes_it(name: str) -> None:
+    for theirs in (Scheduler, AsyncScheduler):
+        ours, wanted = (
+            inspect.signature(getattr(owner, name)).parameters for owner in (BatchedScheduling, theirs)
+        )
+        assert list(ours) == list(wanted)
+        assert [p.default for p in ours.values()] == [p.default for p in wanted.values()]
+
+
+def test_scheduler_and_requests_have_what_the_batched_path_uses(make_config: MakeConfig) -> None:
+    scheduler = make_simulation(make_config, num_blocks=20, block_size=16, max_num_seqs=2).scheduler
+    missing = set(SCHEDULER_MEMBERS.split()) - set(dir(scheduler))
+    assert not missing, f"vLLM's Scheduler has lost {sorted(missing)}"
+    for name in ("get_freed_mm_hashes", "get_manager_metadata", "get_cached_input_ids"):
+        assert callable(getattr(scheduler.encoder_cache_manager, name))
+    params = SamplingParams(max_tokens=1)
+    request = Request("a", [1, 2, 3], params, None)
+    missing = set(REQUEST_MEMBERS.split()) - set(dir(request))
+    missing |= set(SAMPLING_MEMBERS.split()) - set(dir(params))
+    assert not missing, f"vLLM's Request and SamplingParams have lost {sorted(missing)}"
+    # The facts of a request hold these two lists: they must stay the same objects.
+    lists = request._all_token_ids, request._output_token_ids
+    request.append_output_token_ids(4)
+    assert (request._all_token_ids, request._output_token_ids) == ([1, 2, 3, 4], [4])
+    assert lists[0] is request._all_token_ids and lists[1] is request._output_token_ids
+    assert RequestStatus.is_finished(RequestStatus.FINISHED_ABORTED)
+    assert not RequestStatus.is_finished(RequestStatus.RUNNING)
+
+
+def test_the_end_of_a_step_uses_nothing_new() -> None:
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Scheduler.update_from_output))).body
+    assert isinstance(function, ast.FunctionDef)
+    statements = [each for each in function.body if not _is_loop_over_requests(each)]
+    assert len(statements) == len(function.body) - 1, "the loop over requests is written otherwise"
+    used = {
+        node.attr
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    new = used - set(END_OF_STEP_MEMBERS.split())
+    assert not new, f"Scheduler.update_from_output uses {new}"
+
+
+def _is_loop_over_requests(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.For) and ast.unparse(statement.iter) == "num_scheduled_tokens.items()"
+
+
+@pytest.mark.parametrize("module", [scheduler_module, async_scheduler, utils])
+def test_nothing_new_changes_the_course_of_a_request(module: Any) -> None:
+    functions = [
+        node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.FunctionDef)
+    ]
+    changing = {function.name for function in functions if any(_changes_of_course(function))}
+    assert not changing - CHANGES_OF_COURSE, f"{module.__name__} changes requests in {changing}"
+    assert module is not scheduler_module or changing >= {"finish_requests", "_preempt_request"}
+
+
+def _changes_of_course(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    for node in ast.walk(function):
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and node.attr in COURSE_OF_A_REQUEST:
+            yield node
+        if isinstance(node, ast.Attribute) and node.attr == "record_event":
+            yield node
+
+
+def test_data_of_decodes_is_vllms_own() -> None:
+    numbers = np.array([[0, 1], [32, 32], [20, 9], [17, 4], [99, 99]])
+    lazy = DecodeRequestData.of(["a", "b"], [None, ([3],)], numbers, 2)
+    other = pickle.loads(pickle.dumps(lazy))
+    wanted = CachedRequestData(["a", "b"], set(), [], {}, [None, ([3],)], [22, 11], [6, 8])
+    assert type(other) is CachedRequestData
+    assert other == wanted
+    assert repr(lazy).replace("DecodeRequestData", "CachedRequestData") == repr(wanted)
+    assert lazy.num_reqs == 2 and not lazy.is_context_phase("a")
+    assert lazy.num_computed_tokens is lazy.num_computed_tokens

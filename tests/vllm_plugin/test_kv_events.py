@@ -5,24 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
 from rose_backend.errors import IntegrityError
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.simulation import (
-    Simulation,
-    items_of,
-    make_request,
-    make_simulation,
-    run_random_traffic,
-)
+from tests.support.vllm_plugin.configs import EVENTS, MakeConfig
+from tests.support.vllm_plugin.simulation import Simulation, items_of, make_request, make_simulation
+from tests.support.vllm_plugin.traffic import Traffic, make_hasher
 
 BLOCK_SIZE = 16
-EVENTS_ON = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+PROMPT = list(range(40))
 
 
 class Subscriber:
@@ -85,22 +79,42 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def block_hasher() -> Any:
-    init_none_hash(sha256_cbor)
-    return get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
+    return make_hasher(hash_function=sha256_cbor)
+
+
+class Publisher:
+    """An engine that publishes what it stores and forgets, and the events since they were taken last."""
+
+    def __init__(self, make_config: MakeConfig, block_hasher: Any, **options: Any) -> None:
+        self.simulation = simulate(make_config, **options)
+        self._block_hasher = block_hasher
+        self._events: list[Any] = []
+        self.simulation.scheduler.kv_event_publisher.publish = lambda batch: self._events.extend(batch.events)
+
+    def serve(
+        self, prompt: list[int], salt: str | None = None, reports: bool = False, **options: Any
+    ) -> tuple[Any, list[Any]]:
+        """Generate two tokens; return the request and its events."""
+        request = make_request("a", prompt, 2, salt, block_hasher=self._block_hasher, **options)
+        if reports:
+            request.kv_cache_report_mode = "full"
+        self.simulation.scheduler.add_request(request)
+        while self.simulation.scheduler.has_unfinished_requests():
+            self.simulation.step()
+        events, self._events[:] = list(self._events), []
+        return request, events
+
+
+def simulate(make_config: MakeConfig, **options: Any) -> Simulation:
+    options = {"kv_events_config": EVENTS, **options}
+    return make_simulation(make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, **options)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 def test_a_subscriber_knows_the_findable_blocks_after_every_step(
     make_config: MakeConfig, block_hasher: Any, depth: int
 ) -> None:
-    simulation = make_simulation(
-        make_config,
-        num_blocks=24,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=8,
-        depth=depth,
-        kv_events_config=EVENTS_ON,
-    )
+    simulation = simulate(make_config, depth=depth)
     subscriber = Subscriber(simulation)
 
     def follow_and_check() -> None:
@@ -108,25 +122,17 @@ def test_a_subscriber_knows_the_findable_blocks_after_every_step(
         subscriber.follow(simulation.scheduler.kv_cache_manager.take_events())
         subscriber.check()
 
-    run_random_traffic(simulation, after_step=follow_and_check, block_hasher=block_hasher)
+    Traffic(5, num_requests=100, block_hasher=block_hasher).run(simulation, after_step=follow_and_check)
     assert min(subscriber.num_removed, len(subscriber.blocks)) > 5 and subscriber.num_cleared > 0
     assert simulation.manager.stats.overwrites > 0, "no block was truncated"
-
-
-def run_to_the_end(simulation: Simulation, request: Any) -> None:
-    simulation.scheduler.add_request(request)
-    while simulation.scheduler.has_unfinished_requests():
-        simulation.step()
 
 
 def test_a_running_request_announces_each_block_when_it_is_full(
     make_config: MakeConfig, block_hasher: Any
 ) -> None:
-    simulation = make_simulation(
-        make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
-    )
+    simulation = simulate(make_config)
     subscriber = Subscriber(simulation)
-    simulation.scheduler.add_request(make_request("a", list(range(40)), 30, block_hasher=block_hasher))
+    simulation.scheduler.add_request(make_request("a", PROMPT, 30, block_hasher=block_hasher))
     counts = []
     for _ in range(11):
         simulation.step()
@@ -136,59 +142,28 @@ def test_a_running_request_announces_each_block_when_it_is_full(
 
 
 def test_reuse_is_reported_for_requests_that_ask_for_it(make_config: MakeConfig, block_hasher: Any) -> None:
-    simulation = make_simulation(
-        make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
-    )
-    batches: list[list[Any]] = []
-    simulation.scheduler.kv_event_publisher.publish = lambda batch: batches.append(batch.events)
-    run_to_the_end(simulation, make_request("first", list(range(40)), 2, block_hasher=block_hasher))
-    ((stored,),) = batches
-    batches.clear()
-    silent = make_request("silent", list(range(40)), 2, block_hasher=block_hasher)
-    run_to_the_end(simulation, silent)
-    assert batches == []
-    asking = make_request("asking", list(range(40)), 2, block_hasher=block_hasher, session_id="s")
-    asking.kv_cache_report_mode = "full"
-    run_to_the_end(simulation, asking)
-    ((reused,),) = batches
+    publisher = Publisher(make_config, block_hasher)
+    _, (stored,) = publisher.serve(PROMPT)
+    assert publisher.serve(PROMPT)[1] == []
+    _, (reused,) = publisher.serve(PROMPT, session_id="s", reports=True)
     assert reused.session_id == "s" and stored.session_id is None
     for name in ("block_hashes", "parent_block_hash", "token_ids", "extra_keys"):
         assert getattr(reused, name) == getattr(stored, name), name
 
 
 def test_adapters_are_named(make_config: MakeConfig, block_hasher: Any) -> None:
-    simulation = make_simulation(
-        make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
-    )
-    batches: list[list[Any]] = []
-    simulation.scheduler.kv_event_publisher.publish = lambda batch: batches.append(batch.events)
     adapter = LoRARequest("poet", 3, "/adapters/poet")
-    options = {"block_hasher": block_hasher, "lora_request": adapter}
-    run_to_the_end(simulation, make_request("a", list(range(40)), 2, "salt", **options))
-    ((stored,),) = batches
+    _, (stored,) = Publisher(make_config, block_hasher).serve(PROMPT, "salt", lora_request=adapter)
     assert (stored.lora_id, stored.lora_name) == (3, "poet")
     assert stored.extra_keys == [("poet", "salt"), ("poet",)]
 
 
 def test_blocks_of_images_have_vllms_hashes_and_keys(make_config: MakeConfig, block_hasher: Any) -> None:
-    simulation = make_simulation(
-        make_config,
-        num_blocks=24,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=8,
-        encoder_budget=60,
-        kv_events_config=EVENTS_ON,
-    )
-    batches: list[list[Any]] = []
-    simulation.scheduler.kv_event_publisher.publish = lambda batch: batches.append(batch.events)
-    prompt = list(range(70))
+    publisher, prompt = Publisher(make_config, block_hasher, encoder_budget=60), list(range(70))
     for choice in (0, 1):
         items = items_of(prompt, choice)
-        request = make_request(f"r{choice}", prompt, 2, block_hasher=block_hasher, mm_features=items)
-        run_to_the_end(simulation, request)
+        request, stored = publisher.serve(prompt, mm_features=items)
         first, second, third = (item.identifier for item in items)
-        stored = [event for batch in batches for event in batch]
-        batches.clear()
         assert [each for event in stored for each in event.block_hashes] == request.block_hashes[:4]
         assert [each for event in stored for each in event.extra_keys] == [
             ((first, 10),),
@@ -202,32 +177,22 @@ def test_hashes_are_numbers_where_vllm_publishes_numbers(
     make_config: MakeConfig, block_hasher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
-    simulation = make_simulation(
-        make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
-    )
-    batches: list[list[Any]] = []
-    simulation.scheduler.kv_event_publisher.publish = lambda batch: batches.append(batch.events)
-    request = make_request("a", list(range(40)), 2, block_hasher=block_hasher)
-    run_to_the_end(simulation, request)
-    ((stored,),) = batches
+    request, (stored,) = Publisher(make_config, block_hasher).serve(PROMPT)
     assert stored.block_hashes == [int.from_bytes(whole[-8:], "big") for whole in request.block_hashes]
 
 
 def test_nothing_is_recorded_unless_events_are_on(make_config: MakeConfig) -> None:
-    simulation = make_simulation(make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8)
-    run_to_the_end(simulation, make_request("a", list(range(40)), 20))
-    assert simulation.manager.take_events() == []
-    assert simulation.scheduler.kv_cache_manager.take_events() == []
+    publisher = Publisher(make_config, None, kv_events_config=None)
+    assert publisher.serve(PROMPT)[1] == publisher.simulation.manager.take_events() == []
+    assert publisher.simulation.scheduler.kv_cache_manager.take_events() == []
 
 
 def test_an_event_of_a_block_without_a_committed_row_is_a_bug(
     make_config: MakeConfig, block_hasher: Any
 ) -> None:
-    simulation = make_simulation(
-        make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
-    )
+    simulation = simulate(make_config)
     manager = simulation.scheduler.kv_cache_manager
-    simulation.scheduler.add_request(make_request("a", list(range(40)), 20, block_hasher=block_hasher))
+    simulation.scheduler.add_request(make_request("a", PROMPT, 20, block_hasher=block_hasher))
     simulation.scheduler.schedule()
     manager.manager.commit([0], 32, list(range(32)))
     with pytest.raises(IntegrityError, match="stored by no committed row"):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +19,33 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
+from vllm.v1.metrics import stats
+from vllm.v1.metrics.stats import (
+    IterationStats,
+    LoRARequestStates,
+    PrefillStats,
+    RequestStateStats,
+    SchedulerStats,
+)
 
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
-from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only, merge_outputs
-from tests.vllm_plugin.conftest import MakeConfig
+from rose_backend.vllm_plugin.scheduler.merged_outputs import (
+    KNOWN_NAMES,
+    has_tokens_only,
+    merge_outputs,
+    wrap_update_from_output,
+)
+from tests.support.vllm_plugin.configs import MakeConfig, rose
 
 SPECIAL = {"prefill_stats": PrefillStats(num_prompt_tokens=3)}
 KINDS = ("plain", "plain", "plain", "special", "end", "nothing")
@@ -108,14 +131,9 @@ def test_readers_get_the_same_texts(tiny_model_path: Any, kind: RequestOutputKin
     """Stop strings inside a joined piece, stop tokens, lengths and plain texts, through vLLM's own processor."""
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_path))
     words = tokenizer("the king said that he would not go to the old town by the sea again")["input_ids"]
-    params = [
-        SamplingParams(max_tokens=len(words), output_kind=kind),
-        SamplingParams(max_tokens=len(words), output_kind=kind, stop=["would no"]),
-        SamplingParams(max_tokens=len(words), output_kind=kind, stop=["he"], min_tokens=6),
-        SamplingParams(
-            max_tokens=len(words), output_kind=kind, stop=["town"], include_stop_str_in_output=True
-        ),
-    ]
+    stops: list[dict[str, Any]] = [{}, {"stop": ["would no"]}, {"stop": ["he"], "min_tokens": 6}]
+    stops.append({"stop": ["town"], "include_stop_str_in_output": True})
+    params = [SamplingParams(max_tokens=len(words), output_kind=kind, **stop) for stop in stops]
     messages = []
     for step, word in enumerate(words):
         is_last = step == len(words) - 1
@@ -204,7 +222,7 @@ def test_a_client_joins_what_waits(
 
 @pytest.mark.parametrize(
     "options",
-    [{"additional_config": {"rose": {"joined_outputs": False}}}, {"attention_backend": None}],
+    [rose(joined_outputs=False), {"attention_backend": None}],
     ids=str,
 )
 def test_nothing_is_merged_where_the_switch_or_rose_is_off(
@@ -240,7 +258,56 @@ def test_merged_messages_are_not_merged_again(
     assert sizes == [4, 4]
 
 
-def test_the_start_up_line_names_the_switch(make_config: MakeConfig, rose_log: list[str]) -> None:
-    make_config(additional_config={"rose": {"joined_outputs": False}})
-    (line,) = rose_log
-    assert "; disabled: joined_outputs; " in line
+# Statistics of outputs are those of vLLM's own function; of outputs with tokens only, without the environment.
+VLLMS = inspect.unwrap(IterationStats.update_from_output)
+
+
+def counted(update: Any) -> tuple[Any, ...]:
+    """Return what a front end counts of random outputs of ten requests."""
+    rng = random.Random(3)
+    iteration, lora_states = IterationStats(), LoRARequestStates()
+    iteration.iteration_timestamp = 100.0
+    states = [RequestStateStats(arrival_time=index / 10) for index in range(10)]
+    for index in range(400):
+        state = states[rng.randrange(10)]
+        output = EngineCoreOutput(f"r{index}", [1] * rng.randrange(4))
+        is_first = state.first_token_ts == 0.0
+        if is_first:
+            output.prefill_stats = PrefillStats(num_prompt_tokens=7, num_computed_tokens=5)
+        if rng.random() < 0.1:
+            output.events = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 3.0)]
+        if rng.random() < 0.1:
+            output.num_nans_in_logits = 2
+        update(iteration, output, 1.0 + index, is_first, state, lora_states, None)
+    fields = {name: value for name, value in vars(iteration).items() if name != "prompt_token_stats"}
+    return fields, vars(iteration.prompt_token_stats), [asdict(state) for state in states]
+
+
+@pytest.mark.parametrize("counts_nans", [False, True])
+def test_statistics_are_vllms(monkeypatch: pytest.MonkeyPatch, counts_nans: bool) -> None:
+    monkeypatch.setattr(stats, "envs", SimpleNamespace(VLLM_COMPUTE_NANS_IN_LOGITS=counts_nans))
+    vllms, ours = counted(VLLMS), counted(wrap_update_from_output(VLLMS))
+    assert ours == vllms
+    assert any(state["is_corrupted"] for state in ours[2]) == counts_nans
+
+
+def test_plain_outputs_are_counted_without_vllms_function() -> None:
+    assert KNOWN_NAMES.issuperset(VLLMS.__code__.co_names)
+    calls: list[bool] = []
+
+    def vllms(self: Any, output: Any, timestamp: float, is_prefilling: bool, *_: Any) -> None:
+        calls.append(is_prefilling)
+
+    update, iteration, state = wrap_update_from_output(vllms), IterationStats(), RequestStateStats()
+    for is_prefilling in (True, False, False):
+        update(iteration, EngineCoreOutput("r", [1, 2]), 1.0, is_prefilling, state, None, None)
+    assert calls == [True] and state.num_generation_tokens == iteration.num_generation_tokens == 4
+
+
+def test_a_function_that_counts_more_stays() -> None:
+    def vllms(self: Any, output: Any, timestamp: float, is_prefilling: bool, *_: Any) -> None:
+        self.num_of_something_new = 1
+
+    update, iteration = wrap_update_from_output(vllms), IterationStats()
+    update(iteration, EngineCoreOutput("r", [1]), 1.0, False, RequestStateStats(), None, None)
+    assert iteration.num_of_something_new == 1 and iteration.num_generation_tokens == 0

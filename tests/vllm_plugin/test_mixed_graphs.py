@@ -1,19 +1,37 @@
-"""Graphs that serve any mix of decodes and prompts: which are captured, what they are told, and what they compute."""
+"""Full CUDA graphs: of any mix of decodes and prompts, of audited models only, and of a prompt's last token.
+
+``state_of_forward.txt`` lists what ``tests.support.forward_state`` finds in vLLM 0.32 and 0.33.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+import vllm
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
+import rose_backend
+from rose_backend.vllm_plugin.attention.audited_models import (
+    AUDITED_CLASSES,
+    class_of,
+    find_unaudited,
+    wrap_determine_batch_execution,
+    wrap_gather_batch_req_state,
+)
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
@@ -23,48 +41,20 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
-from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.test_attention_backend import (
-    BLOCK_SIZE,
-    HEAD_SIZE,
-    NUM_BLOCKS,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    SCALE,
+from rose_backend.vllm_plugin.patch_ledger import LEDGER, is_applied, resolve_owner
+from tests.support.forward_state import ModelClass, find_state, read_classes
+from tests.support.vllm_plugin.attention_steps import (
     STEPS,
+    Buffers,
+    Manager,
     Step,
+    make_builder,
+    make_layer,
 )
+from tests.support.vllm_plugin.configs import VLLM_SIZES, MakeConfig, OnGpu, connector, n_grams
 
-VLLM_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-LAYER_BY_LAYER = KVTransferConfig(
-    kv_connector="ExampleConnector",
-    # Not a random one: tests are named after what they are given.
-    engine_id="engine",
-    kv_role="kv_both",
-    kv_connector_extra_config={"shared_storage_path": "unused"},
-)
-N_GRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-
-
-OnGpu = Callable[..., Any]
-
-
-@pytest.fixture
-def on_gpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
-    """Return a function that builds a configuration with what vLLM would choose on a GPU."""
-
-    def make(sizes: list[int] = VLLM_SIZES, **options: Any) -> Any:
-        config = make_config(**options)
-        compilation = config.compilation_config
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(sizes), sizes[-1]
-        # Not before: the configuration was made for the platform that is there.
-        monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
-        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
-        return config
-
-    return make
+LAYER_BY_LAYER = connector("ExampleConnector", {"shared_storage_path": "unused"})
+N_GRAM = {"speculative_config": n_grams(3)}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +100,8 @@ def test_full_graphs_take_the_place_of_pieces(on_gpu: OnGpu, switches: dict[str,
     [
         {"attention_backend": None},
         {"additional_config": {"rose": {"cuda_graph": False}}},
-        {"speculative_config": N_GRAM},
-        {"kv_transfer_config": LAYER_BY_LAYER},
+        N_GRAM,
+        LAYER_BY_LAYER,
     ],
     ids=str,
 )
@@ -158,8 +148,8 @@ def test_the_log_is_silent_about_full_graphs_of_all_steps_and_about_none(on_gpu:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculative_config": N_GRAM}, "drafts"),
-        ({"kv_transfer_config": LAYER_BY_LAYER}, "a KV connector that works layer by layer"),
+        (N_GRAM, "drafts"),
+        (LAYER_BY_LAYER, "a KV connector that works layer by layer"),
     ],
     ids=str,
 )
@@ -188,29 +178,11 @@ def test_what_the_user_says_of_graphs_stays(
     monkeypatch.setattr(
         "rose_backend.vllm_plugin.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
     )
-    make_config()
-    assert asked
+    # A finished configuration counts as set by the user.
+    assert not leaves_graphs_to_vllm(make_config()) and asked
     asked.clear()
     make_config(compilation_config=said)
     assert not asked
-
-
-def test_a_finished_configuration_counts_as_set_by_the_user(make_config: MakeConfig) -> None:
-    assert not leaves_graphs_to_vllm(make_config())
-
-
-class Manager(CudaGraphManager):
-    """vLLM's choice of graphs without a device."""
-
-    def __init__(self, config: Any, mode: CUDAGraphMode, max_num_reqs: int) -> None:
-        self.vllm_config, self.compilation_config = config, config.compilation_config
-        self.cudagraph_mode, self.max_num_reqs, self.decode_query_len = mode, max_num_reqs, 1
-        self.varlen_decode, self.ubatch_runner = False, None
-        self.lora_capture_cases, self._lora_dispatch_map, self._max_lora_case = [0], {}, 0
-        self._candidates, self._capture_descs = {}, {}
-        self._graphs_captured = True
-        apply_patch("decode_graphs")
-        self._init_candidates()
 
 
 def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
@@ -244,63 +216,15 @@ def test_graphs_in_pieces_are_left_alone(on_gpu: OnGpu) -> None:
 def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
     make_config: MakeConfig, on_gpu: OnGpu
 ) -> None:
-    drafting, config = make_config(speculative_config=N_GRAM), on_gpu()
+    drafting, config = make_config(**N_GRAM), on_gpu()
     with pytest.MonkeyPatch.context() as patch:
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
         patch.setattr(CudaGraphManager, "_init_candidates", getattr(method, "__wrapped__", method))
-        RoseAttentionMetadataBuilder(None, ["layer"], drafting, torch.device("cpu"))
+        make_builder(drafting)
         assert not is_applied("decode_graphs")
-        RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+        make_builder(config)
         assert is_applied("decode_graphs")
-
-
-class Buffers:
-    """What a graph reads and writes: room for ``num_rows`` requests and ``num_tokens`` tokens, padded as vLLM does."""
-
-    def __init__(self, num_rows: int, num_tokens: int, device: str) -> None:
-        self.num_rows, self.num_tokens = num_rows, num_tokens
-        self.query = torch.zeros(num_tokens, NUM_HEADS, HEAD_SIZE, device=device)
-        self.key = torch.zeros(num_tokens, NUM_KV_HEADS, HEAD_SIZE, device=device)
-        self.value, self.output = torch.zeros_like(self.key), torch.zeros_like(self.query)
-        self.cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, device=device)
-        self.starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.table = torch.zeros(num_rows, 8, dtype=torch.int32, device=device)
-        self.slot_mapping = torch.full((num_tokens,), -1, device=device)
-        self.starts_cpu = torch.zeros(num_rows + 1, dtype=torch.int32)
-        self.max_query_len = num_tokens
-
-    def fill(self, step: Step) -> None:
-        rows, tokens = len(step.rows), step.num_tokens
-        self.max_query_len = max(new for _, new in step.rows)
-        for buffer, values in ((self.query, step.query), (self.key, step.key), (self.value, step.value)):
-            buffer.fill_(float("nan"))
-            buffer[:tokens] = values
-        self.output.fill_(7.0)
-        self.cache.copy_(step.cache)
-        self.starts_cpu.fill_(tokens)
-        self.starts_cpu[: rows + 1] = torch.tensor(step.starts, dtype=torch.int32)
-        self.starts.copy_(self.starts_cpu)
-        self.seq_lens.zero_()
-        self.seq_lens[:rows] = torch.tensor([sum(row) for row in step.rows])
-        self.table.zero_()
-        self.table[:rows] = step.table
-        self.slot_mapping.fill_(-1)
-        self.slot_mapping[:tokens] = step.slot_mapping
-
-    def common_metadata(self) -> CommonAttentionMetadata:
-        return CommonAttentionMetadata(
-            query_start_loc=self.starts,
-            query_start_loc_cpu=self.starts_cpu,
-            seq_lens=self.seq_lens,
-            num_reqs=self.num_rows,
-            num_actual_tokens=self.num_tokens,
-            max_query_len=self.max_query_len,
-            max_seq_len=128,
-            block_table_tensor=self.table,
-            slot_mapping=self.slot_mapping,
-        )
 
 
 def random_step(rng: random.Random) -> Step:
@@ -313,7 +237,7 @@ def random_step(rng: random.Random) -> Step:
 
 
 def test_each_row_is_one_attentions_and_the_other_skips_it(make_config: MakeConfig) -> None:
-    builder = RoseAttentionMetadataBuilder(None, ["layer"], make_config(), torch.device("cpu"))
+    builder = make_builder(make_config())
     buffers = Buffers(8, 96, "cpu")
     buffers.starts_cpu.copy_(torch.arange(9) * 12)
     captured = builder.build_for_cudagraph_capture(buffers.common_metadata())
@@ -336,9 +260,7 @@ def test_each_row_is_one_attentions_and_the_other_skips_it(make_config: MakeConf
 @pytest.mark.parametrize("num_rows", [6, 40])
 def test_one_graph_serves_any_step(make_config: MakeConfig, fused: bool, num_rows: int) -> None:
     config = make_config(additional_config={"rose": {"fused_kv_append": fused}})
-    with set_current_vllm_config(config):
-        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS)
-        builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cuda"))
+    impl, builder = make_layer(config), make_builder(config, "cuda")
     buffers = Buffers(num_rows, 96, "cuda")
 
     def forward(metadata: Any) -> None:
@@ -356,11 +278,225 @@ def test_one_graph_serves_any_step(make_config: MakeConfig, fused: bool, num_row
         buffers.fill(step)
         builder.build(0, buffers.common_metadata())
         graph.replay()
-        wanted = step.cache.clone()
-        for token, slot in enumerate(step.slot_mapping[: step.num_tokens].tolist()):
-            new = torch.cat((step.key[token], step.value[token]), -1)
-            wanted[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = new
         output = buffers.output.cpu()
         torch.testing.assert_close(output[: step.num_tokens], step.expected(), rtol=1e-4, atol=1e-5)
         assert (output[step.num_tokens :] == 7.0).all(), "padding was written"
-        assert torch.equal(buffers.cache.cpu().nan_to_num(nan=-1e9), wanted.nan_to_num(nan=-1e9))
+        assert torch.equal(buffers.cache.cpu().nan_to_num(nan=-1e9), step.expected_cache())
+
+
+# Only models whose Python keeps nothing between steps get full graphs of steps with prompts.
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+LISTED = dict(
+    line.split(" ", 1) for line in Path(__file__).with_name("state_of_forward.txt").read_text().splitlines()
+)
+HARMLESS = {
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts": "taken again by the same step",
+    "vllm.model_executor.models.gemma4:Gemma4Model": "by fast prefill alone, which is refused",
+    "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionTransformer": "an encoder, outside of the graphs",
+}
+"""What audited models reach of the listed classes, and why a replay may leave it out."""
+
+
+@pytest.fixture(scope="module")
+def classes() -> dict[str, ModelClass]:
+    rose = read_classes(Path(rose_backend.__file__).parent, "rose_backend", ("vllm_plugin/models", "layers"))
+    return read_classes(Path(vllm.__file__).parent, "vllm") | rose
+
+
+@pytest.fixture(scope="module")
+def state(classes: dict[str, ModelClass]) -> dict[str, set[str]]:
+    return find_state(classes)
+
+
+def test_every_class_that_keeps_something_is_listed(state: dict[str, set[str]]) -> None:
+    # A new one: read it, look at what is built of it, and add the line.
+    new = {
+        name: changed for name, changed in state.items() if not changed <= set(LISTED.get(name, "").split())
+    }
+    assert not new
+
+
+@pytest.mark.parametrize("name", AUDITED_CLASSES)
+def test_what_an_audited_model_is_made_of_keeps_nothing(
+    name: str, classes: dict[str, ModelClass], state: dict[str, set[str]]
+) -> None:
+    reached = {each.name for each in classes[name].reached()}
+    assert len(reached) > 1 and not (reached & state.keys()) - HARMLESS.keys()
+
+
+def test_the_scan_finds_what_forward_clears_sets_and_inherits(state: dict[str, set[str]]) -> None:
+    models = "vllm.model_executor.models."
+    features = {"deepstack_input_embeds", "deepstack_input_embeds_num_tokens"}
+    for name in ("qwen3_vl:Qwen3VL", "qwen3_vl_moe:Qwen3VLMoe"):
+        assert state[f"{models}{name}ForConditionalGeneration"] == features
+    assert state[f"{models}ernie45_vl:Ernie4_5_VLMoeForConditionalGeneration"] == {"visual_token_mask"}
+    # Written in front of forward, under another name than the attribute's.
+    assert "_ds_buffers" in state[f"{models}granite4_vision:Granite4VisionForConditionalGeneration"]
+
+
+def model(architecture: str, **text: Any) -> Any:
+    text_config = SimpleNamespace(**{"architectures": None, "model_type": "", **text})
+    return SimpleNamespace(architecture=architecture, hf_text_config=text_config)
+
+
+@pytest.mark.parametrize(
+    ("config", "unaudited"),
+    [
+        (model("Qwen3ForCausalLM"), None),
+        (model("TeleChat3ForCausalLM"), None),
+        (model("Qwen2_5_VLForConditionalGeneration"), None),
+        (model("Mistral3ForConditionalGeneration", model_type="mistral"), None),
+        (model("Mistral3ForConditionalGeneration", architectures=["Ministral3ForCausalLM"]), None),
+        (model("Mistral3ForConditionalGeneration", model_type="falcon_h1"), "FalconH1ForCausalLM"),
+        (model("Mistral3ForConditionalGeneration", model_type="nobody"), "nobody"),
+        (model("Qwen3VLForConditionalGeneration"), "Qwen3VLForConditionalGeneration"),
+        (model("SmolVLMForConditionalGeneration"), "SmolVLMForConditionalGeneration"),
+        (model("TransformersForCausalLM"), "TransformersForCausalLM"),
+        (model("NobodysForCausalLM"), "NobodysForCausalLM"),
+    ],
+    ids=str,
+)
+def test_the_class_that_runs_counts(config: Any, unaudited: str | None) -> None:
+    assert find_unaudited(config) == unaudited
+
+
+class OwnQwen3(Qwen3ForCausalLM):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_class_of_the_users_own_is_not_audited(monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    for name, kind in (("Qwen3ForCausalLM", OwnQwen3), ("Qwen2ForCausalLM", OwnQwen3)):
+        ModelRegistry.register_model(name, f"{__name__}:{kind.__name__}" if by_name else kind)
+    assert class_of("Qwen3ForCausalLM") == f"{__name__}:OwnQwen3"
+    assert find_unaudited(model("Qwen3ForCausalLM")) == "Qwen3ForCausalLM"
+    # It is this one's language model.
+    assert find_unaudited(model("Qwen2_5_VLForConditionalGeneration")) == "Qwen2ForCausalLM"
+
+
+def test_the_documentation_lists_them() -> None:
+    section = PAGE.read_text().partition("### Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
+    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))`", section)
+    own = {name.partition(":")[2] for name in AUDITED_CLASSES if name.startswith("vllm.")}
+    assert len(listed) == len(set(listed)) and set(listed) == own
+
+
+@pytest.mark.usefixtures("make_config")
+def test_vllms_registry_has_every_audited_class() -> None:
+    registered = {
+        f"{entry.module_name}:{entry.class_name}"
+        for entry in ModelRegistry.models.values()
+        if isinstance(entry, _LazyRegisteredModel)
+    }
+    assert AUDITED_CLASSES.keys() <= registered
+
+
+# A prompt's last token beside decodes: not replayed as a decode where a model keeps features for its forward.
+KEEPS, KEEPS_NOTHING = "Qwen3VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
+DECODES = [(30, 40), (20, 21)]
+"""Prompt tokens of each row, and computed ones."""
+TAIL = [(30, 40), (20, 19)]
+PLAIN, PLAIN_V1 = (
+    getattr(method, "__wrapped__", method)
+    for method in (RunnerV2.gather_batch_req_state, RunnerV1._determine_batch_execution_and_padding)
+)
+
+
+@pytest.fixture(params=[KEEPS, KEEPS_NOTHING, "another backend", "text"])
+def runner(
+    request: pytest.FixtureRequest, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
+    """Return what model runners know of their model."""
+    config = make_config(attention_backend=None if request.param == "another backend" else "rose")
+    architecture = KEEPS_NOTHING if request.param == KEEPS_NOTHING else KEEPS
+    monkeypatch.setattr(config.model_config, "_architecture", architecture)
+    return SimpleNamespace(
+        vllm_config=config,
+        model_config=config.model_config,
+        supports_mm_inputs=request.param != "text",
+        replays_tails=request.param != KEEPS,
+    )
+
+
+def uniform_tokens_v2(runner: SimpleNamespace, rows: list[tuple[int, int]]) -> int | None:
+    """Return for how many tokens of each row vLLM looks for a graph of decodes; None: for none."""
+    prompts, computed = np.array(rows).T
+    vars(runner).update(
+        decode_query_len=1,
+        use_pp=False,
+        adaptive_verification=None,
+        pcp_manager=None,
+        req_states=SimpleNamespace(
+            req_id_to_index={str(row): row for row in range(len(rows))},
+            prefill_len=SimpleNamespace(np=prompts),
+            num_computed_prefill_tokens=np.minimum(prompts, computed),
+        ),
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens={str(row): 1 for row in range(len(rows))},
+        total_num_scheduled_tokens=len(rows),
+        scheduled_spec_decode_tokens={},
+    )
+    state, uniform = wrap_gather_batch_req_state(PLAIN)(runner, output, False)
+    assert state.has_prefill == bool((computed < prompts).any())
+    return uniform
+
+
+def is_uniform_v1(runner: SimpleNamespace, rows: list[tuple[int, int]], force: bool | None = None) -> bool:
+    """Return whether vLLM looks for a graph of decodes."""
+
+    class DispatchedError(Exception):
+        pass
+
+    def dispatch(*, uniform_decode: bool, **kwargs: Any) -> None:
+        raise DispatchedError(uniform_decode)
+
+    prompts, computed = np.array(rows).T
+    vars(runner).update(
+        uniform_decode_query_len=1,
+        _is_uniform_decode=RunnerV1._is_uniform_decode,
+        # Rows behind the batch are what others left.
+        input_batch=SimpleNamespace(
+            num_prompt_tokens=np.append(prompts, 9),
+            num_computed_tokens_cpu=np.append(computed, 0),
+            lora_id_to_lora_request={},
+        ),
+        cudagraph_dispatcher=SimpleNamespace(dispatch=dispatch),
+    )
+    with pytest.raises(DispatchedError) as dispatched:
+        wrap_determine_batch_execution(PLAIN_V1)(
+            runner,
+            num_tokens=len(rows),
+            num_reqs=len(rows),
+            num_scheduled_tokens_np=np.ones(len(rows), np.int32),
+            max_num_scheduled_tokens=1,
+            force_uniform_decode=force,
+        )
+    return bool(dispatched.value.args[0])
+
+
+def test_a_tail_is_replayed_as_a_decode_only_where_nothing_is_kept(runner: SimpleNamespace) -> None:
+    assert uniform_tokens_v2(runner, DECODES) == 1
+    assert uniform_tokens_v2(runner, TAIL) == (1 if runner.replays_tails else None)
+    assert is_uniform_v1(runner, DECODES)
+    assert is_uniform_v1(runner, TAIL) is runner.replays_tails
+    # As while graphs are captured.
+    assert is_uniform_v1(runner, TAIL, force=True) and not is_uniform_v1(runner, DECODES, force=False)
+
+
+@pytest.mark.parametrize("architecture", [KEEPS, KEEPS_NOTHING])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_runners_are_patched_for_models_that_are_not_audited(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, architecture: str, runner: str
+) -> None:
+    config = make_config()
+    monkeypatch.setattr(config.model_config, "_architecture", architecture)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", runner == "v2")
+    for name in ("prompt_tails_v1", "prompt_tails_v2"):
+        owner, attribute = resolve_owner(LEDGER[name].target)
+        method = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, getattr(method, "__wrapped__", method))
+    make_builder(config)
+    assert is_applied(f"prompt_tails_{runner}") == (architecture == KEEPS)
+    assert not is_applied(f"prompt_tails_{'v2' if runner == 'v1' else 'v1'}")

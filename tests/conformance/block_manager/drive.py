@@ -11,8 +11,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.request import Request
 
 from tests.conformance.block_manager.host import Host
-from tests.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output, with_contents
-from tests.vllm_plugin.simulation import items_of
+from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output, with_contents
+from tests.support.vllm_plugin.simulation import items_of
 
 
 @dataclass(frozen=True)

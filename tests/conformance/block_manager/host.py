@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from tests.conformance.block_manager.managers import BLOCK_SIZE, ManagerEntry
-from tests.vllm_plugin.fake_worker import chain, next_token, with_contents
+from tests.support.vllm_plugin.fake_worker import chain, next_token, with_contents
 
 init_none_hash(sha256)
 _BLOCK_HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.config import vllm as vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.config_hook import describe_parts
+from rose_backend.vllm_plugin.models import gpt2
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
 from rose_backend.vllm_plugin.options import rose_options
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.test_configuration import idle_parts
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_nothing_is_compiled_around_roses_layers(
     stock = make_config(
         model=llama,
         enforce_eager=False,
-        additional_config={"rose": {"fused_mlp": False, "fused_add_layernorm": False}},
+        **rose(fused_mlp=False, fused_add_layernorm=False),
     )
     assert stock.compilation_config.mode != CompilationMode.NONE and layers_of(stock) in DECODERS
 
@@ -100,7 +100,7 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
     [
         ({"enable_lora": True}, "LoRA"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"speculative_config": NGRAM}, "drafts"),
+        ({"speculative_config": n_grams()}, "drafts"),
         ({"cpu_offload_gb": 1}, "weight offloading"),
         ({"offload_group_size": 2}, "weight offloading"),
         ({"load_format": "sharded_state"}, "this load format"),
@@ -113,17 +113,13 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
             },
             "no layers of Rose's for this model",
         ),
-        (
-            {"hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}},
-            "rotary positions of another kind",
-        ),
-        (
-            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}},
-            "rotary positions of another kind",
-        ),
-        (
-            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4]}}},
-            "rotary positions of another kind",
+        *(
+            ({"hf_overrides": {"rope_parameters": rope}}, "rotary positions of another kind")
+            for rope in (
+                {"rope_type": "dynamic", "factor": 2.0},
+                {"rope_type": "default", "partial_rotary_factor": 0.5},
+                {"rope_type": "default", "mrope_section": [2, 2, 4]},
+            )
         ),
         ({"hf_overrides": {"is_causal": False}}, "attention in both directions"),
     ],
@@ -254,3 +250,53 @@ def test_on_a_gpu_the_graphs_decide(
     choice = choose_again(config)
     assert choice.reason == reason
     assert (config.compilation_config.mode == CompilationMode.NONE) == (reason is None)
+
+
+# GPT-2's operations as torch sees them: schemas, fake implementations, and values.
+def inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+CASES = {
+    "bias_gelu": (gpt2.bias_gelu, [(5, 32), (32,)], ()),
+    "bias_residual": (gpt2.bias_residual, [(5, 32), (32,), (5, 32)], ()),
+    "layer_norm": (gpt2.layer_norm, [(5, 32), (32,), (32,)], (1e-5,)),
+    "add_layer_norm": (gpt2.add_layer_norm, [(5, 32), (5, 32), (32,), (32,)], (1e-5,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_accepts_schema_and_fake_implementation(name: str) -> None:
+    operation, shapes, scalars = CASES[name]
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operation.default, (*inputs(*shapes), *scalars), test_utils=checks)
+
+
+def test_values() -> None:
+    x, bias = inputs((5, 32), (32,))
+    expected = F.gelu(x + bias, approximate="tanh")
+    gpt2.bias_gelu(x, bias)
+    torch.testing.assert_close(x, expected)
+    x, bias, residual = inputs((5, 32), (32,), (5, 32))
+    expected = x + bias + residual
+    gpt2.bias_residual(x, bias, residual)
+    torch.testing.assert_close(x, expected)
+    x, residual, weight, bias = inputs((5, 32), (5, 32), (32,), (32,))
+    normed, total = gpt2.add_layer_norm(x, residual, weight, bias, 1e-5)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, F.layer_norm(x + residual, (32,), weight, bias, 1e-5))
+    torch.testing.assert_close(gpt2.layer_norm(total, weight, bias, 1e-5), normed)
+
+
+def test_compiled_code_calls_them_in_order() -> None:
+    x, bias, residual = inputs((5, 32), (32,), (5, 32))
+
+    def run(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        widened = x * 2
+        gpt2.bias_gelu(widened, bias)
+        gpt2.bias_residual(widened, bias, residual)
+        return widened
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, bias, residual), run(x, bias, residual))

@@ -16,14 +16,14 @@ from rose_backend.vllm_plugin.kv_cache.checkpoints import TOKENS_BETWEEN_CHECKPO
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import wrap_preprocess_add_request
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec, wrap_copy_kv_cache_blocks
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import STATE as STATE_WINDOW
-from tests.vllm_plugin.simulation import make_simulation
-from tests.vllm_plugin.test_kv_cache_manager import full_spec, make_manager, make_request, state_of
-from tests.vllm_plugin.test_shared_prefixes import begin, scheduled
+from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.fake_worker import STATE as STATE_WINDOW
+from tests.support.vllm_plugin.managers import begin, full_spec, make_manager, make_request, state_of
+from tests.support.vllm_plugin.simulation import make_simulation
 
 STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 SPECS = (STATE, as_rose_spec(full_spec()), STATE)
+WIDE = (as_rose_spec(full_spec(block_size=528)), *[dataclasses.replace(STATE, block_size=528)] * 3)
 
 
 def make(num_blocks: int = 200, specs: Any = SPECS, **options: Any) -> RoseKVCacheManager:
@@ -184,9 +184,7 @@ def test_sessions_are_refused_one_by_one_where_a_turn_takes_a_token_back() -> No
 
 
 def test_a_wide_block_is_cut_off_the_end_of_a_prompt_for_what_only_a_question_follows() -> None:
-    state = dataclasses.replace(STATE, block_size=528)
-    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
-    manager = make(100, specs=(full, state, state, state), max_model_len=4_000)
+    manager = make(100, specs=WIDE, max_model_len=4_000)
     checkpoints = manager.checkpoints
     request = make_request("a", [*range(1_500)])
     # Two blocks, and more than 64 tokens behind them.
@@ -222,17 +220,30 @@ def test_a_wide_block_is_cut_off_the_end_of_a_prompt_for_what_only_a_question_fo
 
 def go_on(manager: RoseKVCacheManager, request: Any, end: int) -> None:
     """Compute a running request to a position, and begin the next step."""
-    assert manager.allocate_slots(request, end - request.num_computed_tokens) is not None
-    request.num_computed_tokens = end
+    if end > request.num_computed_tokens:
+        assert manager.allocate_slots(request, end - request.num_computed_tokens) is not None
+        request.num_computed_tokens = end
     manager.new_step_starts()
     run_copies(manager)
 
 
+def lead(
+    *ends: int, length: int = 250, num_lacking: int = 0, **options: Any
+) -> tuple[RoseKVCacheManager, Any, Any]:
+    """Return a manager, a request that is computed to the last of ``ends``, and one with its prompt and more.
+
+    The second prompt lacks the last ``num_lacking`` tokens of the first.
+    """
+    manager = make(**{"max_model_len": 400, **options})
+    leader = make_request("a", [*range(length)])
+    assert begin(manager, leader, ends[0]) == 0
+    for end in ends:
+        go_on(manager, leader, end)
+    return manager, leader, make_request("b", [*range(length - num_lacking), 5, 6])
+
+
 def test_a_prompt_waits_for_a_checkpoint_that_another_one_is_on_its_way_to() -> None:
-    manager = make(max_model_len=400)
-    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
-    assert begin(manager, leader, 50) == 0
-    go_on(manager, leader, 100)
+    manager, leader, second = lead(50, 100)
     before = state_of(manager)
     assert begin(manager, second) is None and state_of(manager) == before
     assert manager.defers(second) and not manager.defers(make_request("c", [7] * 40))
@@ -263,20 +274,17 @@ def test_prompts_behind_one_that_waits_for_a_checkpoint_do_not_wait(
     )
     prompt = [*range(120)]
     # The fourth does not fit into one step, and waits for nobody either.
-    steps = scheduled(simulation, prompt, [*prompt, 900], [7] * 30, [8] * 90)
-    first, second, third = (
+    steps = simulation.serve(prompt, [*prompt, 900], [7] * 30, [8] * 90)
+    assert steps[:3] == [
         {"r0": 50, "r2": 30, "r3": 50},
         {"r0": 50, "r2": 1, "r3": 40},
         {"r0": 20, "r2": 1, "r3": 1},
-    )
-    assert steps[:3] == [first, second, third]
+    ]
     assert steps[3]["r1"] == 1
 
 
 def test_a_prompt_that_waits_for_a_checkpoint_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = make(max_model_len=400)
-    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
-    assert begin(manager, leader, 50) == 0
+    manager, leader, second = lead(50)
     lookups = []
     look_up = manager._look_up
     monkeypatch.setattr(manager, "_look_up", lambda *given: lookups.append(given) or look_up(*given))
@@ -295,37 +303,31 @@ def test_a_prompt_that_waits_for_a_checkpoint_is_looked_up_once(monkeypatch: pyt
     ids=["parts before it", "ends there", "another tenant"],
 )
 def test_no_prompt_waits_for_a_checkpoint_that_it_cannot_use(prompt: list[int], salt: str | None) -> None:
-    manager = make(max_model_len=400)
-    leader = make_request("a", [*range(250)])
-    assert begin(manager, leader, 40) == 0
-    go_on(manager, leader, 60)
-    request = make_request("b", prompt)
-    request.cache_salt = salt
+    manager, _, _ = lead(40, 60)
+    request = make_request("c", prompt, salt)
     assert not manager.defers(request)
     assert begin(manager, request) == 0
 
 
 def test_no_prompt_waits_for_one_that_is_behind_its_match_or_few_tokens_ahead() -> None:
-    manager = make(max_model_len=400)
-    leader, first = make_request("a", [*range(250)]), make_request("b", [*range(150)])
-    assert begin(manager, leader, 100) == 0
-    manager.new_step_starts()
-    assert begin(manager, first) == 0
+    manager, leader, third = lead(100)
+    assert begin(manager, make_request("c", [*range(150)])) == 0
     go_on(manager, leader, 140)
-    third = make_request("c", [*range(250), 5])
     assert manager.get_computed_blocks(third)[1] == 150 and not manager.defers(third)
     go_on(manager, leader, 150)
     assert manager.defers(third)
-    fourth = make_request("d", [*range(220)])
     manager.new_step_starts()
-    assert begin(manager, fourth, 70) == 150
+    assert begin(manager, make_request("d", [*range(220)]), 70) == 150
     go_on(manager, leader, 230)
     assert manager.get_computed_blocks(third)[1] == 220 and not manager.defers(third)
 
 
 def test_a_prompt_waits_for_junctions_and_checkpoints_on_the_way_not_for_what_follows() -> None:
     manager, head = make(4_000, max_model_len=20_000), [*range(3_000)]
-    leader, second = make_request("a", [*head, *[1] * 3_000]), make_request("b", [*head, *[2] * 500])
+    leader, second, third, fourth = (
+        make_request(f"{each}", [*head, *[each] * length])
+        for each, length in ((1, 3_000), (2, 500), (3, 500), (4, 500))
+    )
     assert begin(manager, leader, 1_000) == 0
     manager.new_step_starts()
     assert manager.defers(second)
@@ -333,13 +335,11 @@ def test_a_prompt_waits_for_junctions_and_checkpoints_on_the_way_not_for_what_fo
     # The next is more than 4,000 tokens from the start.
     assert not manager.defers(second) and begin(manager, second, 500) == 2_100
     go_on(manager, leader, 3_500)
-    third = make_request("c", [*head, *[3] * 500])
     blocks, num_hits, junction = manager.get_computed_blocks(third)
     assert (num_hits, junction) == (2_100, 3_000)
     assert manager.allocate_slots(third, 500, num_hits, blocks) is not None
     third.num_computed_tokens = 2_600
     manager.new_step_starts()
-    fourth = make_request("d", [*head, *[4] * 500])
     assert manager.defers(fourth)
     go_on(manager, third, junction)
     # The end of the third, behind its junction.
@@ -348,10 +348,7 @@ def test_a_prompt_waits_for_junctions_and_checkpoints_on_the_way_not_for_what_fo
 
 
 def test_a_prompt_waits_no_longer_when_the_other_one_has_ended() -> None:
-    manager = make(max_model_len=400)
-    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
-    assert begin(manager, leader, 100) == 0
-    manager.new_step_starts()
+    manager, leader, second = lead(100)
     assert manager.defers(second)
     manager.free(leader)
     manager.new_step_starts()
@@ -359,12 +356,9 @@ def test_a_prompt_waits_no_longer_when_the_other_one_has_ended() -> None:
 
 
 def test_no_prompt_waits_on_when_the_other_one_has_passed_the_place() -> None:
-    state = dataclasses.replace(STATE, block_size=528)
-    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
-    manager = make(100, specs=(full, state), max_model_len=4_000)
-    leader, second = make_request("a", [*range(1_200)]), make_request("b", [*range(1_100), 5])
-    assert begin(manager, leader, 200) == 0
-    manager.new_step_starts()
+    manager, leader, second = lead(
+        200, length=1_200, num_lacking=100, num_blocks=100, specs=WIDE[:2], max_model_len=4_000
+    )
     assert manager.defers(second)
     # A step that is not cut at the last block's end, 1,056, leaves no checkpoint there.
     go_on(manager, leader, 1_100)
@@ -379,13 +373,8 @@ def test_no_prompt_waits_on_when_the_other_one_has_passed_the_place() -> None:
 def test_no_prompt_waits_for_the_end_of_another_one_that_leaves_no_checkpoint_there(
     length: int, full_blocks_only: bool, last: int
 ) -> None:
-    state = dataclasses.replace(STATE, block_size=528)
-    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
-    specs = (full, state, state, state)
-    manager = make(100, specs=specs, max_model_len=4_000, full_blocks_only=full_blocks_only)
-    leader, second = make_request("a", [*range(length)]), make_request("b", [*range(length), 5, 6])
-    assert begin(manager, leader, 200) == 0
-    manager.new_step_starts()
+    options = {"num_blocks": 100, "specs": WIDE, "max_model_len": 4_000}
+    manager, leader, second = lead(200, length=length, full_blocks_only=full_blocks_only, **options)
     assert manager.defers(second)
     go_on(manager, leader, last)
     assert not manager.defers(second) and begin(manager, second) == last

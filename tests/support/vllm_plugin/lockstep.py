@@ -10,8 +10,8 @@ import numpy as np
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.simulation import Simulation, make_simulation
+from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.simulation import Simulation, make_simulation
 
 
 class Pair:
@@ -35,6 +35,7 @@ class Pair:
             )
             for is_batched in (True, False)
         )
+        self.outputs: dict[str, list[int]] = {}
         self.published: list[list[Any]] = [[], []]
         for side, published in zip(self.sides, self.published, strict=True):
             side.scheduler.kv_event_publisher.publish = lambda batch, p=published: p.extend(batch.events)
@@ -87,19 +88,31 @@ class Pair:
         results = [side.scheduler.update_from_output(*side.in_flight.popleft()) for side in self.sides]
         if transferred is not None and transferred.invalid_block_ids:
             assert self.num_batched_tokens == num_batched, "tokens of a step whose loads failed"
-        self.num_tokens += sum(len(o.new_token_ids) for result in results[1].values() for o in result.outputs)
+        for output in (output for result in results[1].values() for output in result.outputs):
+            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            self.num_tokens += len(output.new_token_ids)
         assert_equal(*map(comparable_results, results), "EngineCoreOutputs")
 
-    def add(self, *makers: Callable[[], Request]) -> None:
-        for make in makers:
-            self.for_both(lambda scheduler, m=make: scheduler.add_request(m()))
+    checked_step = step
 
-    def for_both(self, call: Callable[[Any], Any]) -> None:
-        for side in self.sides:
-            call(side.scheduler)
+    @property
+    def scheduler(self) -> Any:
+        return self.stock.scheduler
 
+    @property
+    def worker(self) -> Any:
+        return self.stock.worker
+
+    @property
     def is_busy(self) -> bool:
-        return bool(self.stock.scheduler.has_unfinished_requests() or self.stock.in_flight)
+        return self.stock.is_busy
+
+    def add(self, *makers: Callable[[], Request]) -> Request:
+        return [side.add(*makers) for side in self.sides][-1]
+
+    def for_all(self, call: Callable[[Any], Any]) -> None:
+        for side in self.sides:
+            side.for_all(call)
 
 
 class CountedOutputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,13 +21,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, FakeWorker, expected_output, with_contents
+from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.fake_worker import (
+    STATE,
+    FakeWorker,
+)
 
 MAX_MODEL_LEN = 160
 ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
@@ -64,10 +66,56 @@ class Simulation:
                 for entry in result.outputs:
                     self.outputs.setdefault(entry.request_id, []).extend(entry.new_token_ids)
 
+    def checked_step(self) -> None:
+        """Run a step and check the block manager, which releases what has ended when it is asked for."""
+        self.step()
+        self.manager.check_integrity()
+
     @property
     def manager(self) -> Any:
         """Rose's block manager proper."""
         return self.scheduler.kv_cache_manager.manager
+
+    @property
+    def sides(self) -> tuple[Simulation]:
+        """This one; see ``lockstep.Pair``."""
+        return (self,)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests, results or transfers are under way."""
+        is_serving = self.scheduler.has_unfinished_requests() or self.in_flight
+        return bool(is_serving or (self.worker.connector is not None and self.worker.connector.is_busy))
+
+    def add(self, *makers: Callable[[], Request]) -> Request:
+        """Add the requests that functions make; return the last one."""
+        for make in makers:
+            self.scheduler.add_request(request := make())
+        return request
+
+    def for_all(self, call: Callable[[Any], Any]) -> None:
+        """Do something to the scheduler."""
+        call(self.scheduler)
+
+    def run(self) -> None:
+        """Step until nothing is under way."""
+        while self.is_busy:
+            self.checked_step()
+
+    def serve(self, *prompts: list[int]) -> list[dict[str, int]]:
+        """Generate three tokens for each; return how many tokens of which request each step has computed."""
+        for index, prompt in enumerate(prompts):
+            self.scheduler.add_request(make_request(f"r{index}", prompt, 3))
+        steps: list[dict[str, int]] = []
+        run = self.worker.run
+
+        def noting(output: Any, requests: Any) -> Any:
+            steps.append(dict(output.num_scheduled_tokens))
+            return run(output, requests)
+
+        self.worker.run = noting  # type: ignore[method-assign]
+        self.run()
+        return steps
 
 
 def make_simulation(
@@ -82,6 +130,7 @@ def make_simulation(
     encoder_budget: int = 0,
     connector: Any = None,
     windows: Sequence[int | None] = (None,),
+    scheduler_class: Any = None,
     **options: Any,
 ) -> Simulation:
     """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
@@ -90,6 +139,7 @@ def make_simulation(
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
         connector: the worker's side of a KV connector; the scheduler's side, too, if it has one.
         windows: of each KV cache group, None for one that keeps everything, ``STATE`` for one with states.
+        scheduler_class: Rose's unless told.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -107,7 +157,7 @@ def make_simulation(
     config.cache_config.num_gpu_blocks = num_blocks
     if STATE in windows:
         config.cache_config.mamba_cache_mode = "align"
-    scheduler_class = RoseAsyncScheduler if is_async else RoseScheduler
+    scheduler_class = scheduler_class or (RoseAsyncScheduler if is_async else RoseScheduler)
     scheduler = scheduler_class(
         vllm_config=config,
         kv_cache_config=kv_cache_config,
@@ -174,55 +224,3 @@ def items_of(prompt: list[int], choice: int) -> list[MultiModalFeatureSpec]:
             place = PlaceholderRange(first, length)
             items.append(MultiModalFeatureSpec(MultiModalKwargsItem({}), "image", name, place))
     return items
-
-
-def run_random_traffic(
-    simulation: Simulation,
-    *,
-    num_requests: int = 150,
-    has_items: bool = False,
-    after_step: Callable[[], None] | None = None,
-    **request_options: Any,
-) -> None:
-    """Add, abort and preempt requests that share prefixes, follow up on each other and differ in salt; check them all.
-
-    Raises:
-        AssertionError: a wrong read or write in the worker, a wrong output, or a block that is still held.
-    """
-    rng = random.Random(7)
-    scheduler = simulation.scheduler
-    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(3)]
-    expected: dict[str, list[int]] = {}
-    aborted: set[str] = set()
-    num_added = 0
-    while num_added < num_requests or scheduler.has_unfinished_requests() or simulation.in_flight:
-        if num_added < num_requests and rng.random() < 0.5:
-            suffix = [rng.randrange(VOCAB_SIZE)] * rng.randrange(0, 3)
-            prompt = rng.choice(stems)[: rng.randrange(1, 100)] + suffix
-            request_id, max_tokens = f"r{num_added}", rng.randrange(1, 40)
-            choice = rng.randrange(8) if has_items else 0
-            items = items_of(prompt, choice) if has_items else []
-            # A follow-up of a finished request: prompt and answer, as in a conversation.
-            if rng.random() < 0.2 and expected:
-                prompt = (prompt + expected_output(with_contents(prompt, items), 20))[:120]
-            expected[request_id] = expected_output(with_contents(prompt, items), max_tokens)
-            salt = rng.choice([None, None, None, "other"])
-            request = make_request(request_id, prompt, max_tokens, salt, mm_features=items, **request_options)
-            request.priority = rng.randrange(3)
-            scheduler.add_request(request)
-            num_added += 1
-        if rng.random() < 0.03 and scheduler.running:
-            victim = rng.choice(scheduler.running).request_id
-            aborted.add(victim)
-            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-        if rng.random() < 0.01:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
-        simulation.step()
-        simulation.manager.check_integrity()
-        if after_step is not None:
-            after_step()
-    for request_id, tokens in expected.items():
-        got = simulation.outputs.get(request_id, [])
-        assert got == (tokens[: len(got)] if request_id in aborted else tokens), request_id
-    # One more schedule tells the worker what has finished; no block may be held any more.
-    assert simulation.manager.usage == 0.0

@@ -23,7 +23,7 @@ from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, block_bytes
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, is_rose_group
 from rose_backend.vllm_plugin.plugin_logger import log_once
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig, n_grams, rose
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -32,7 +32,7 @@ except ImportError:  # before vLLM 0.33
 
 
 BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, WINDOW = 16, 2, 64, 40
-HANDED_BACK = {"additional_config": {"rose": {"block_manager": False}}}
+HANDED_BACK = rose(block_manager=False)
 TOKEN_BYTES = 2 * NUM_HEADS * HEAD_SIZE * 4
 
 MakeLayers = Callable[..., Any]
@@ -97,12 +97,19 @@ def test_all_layers_are_one_group_of_whole_kv(
     assert [layer.impl.sliding_window for layer in layers] == list(windows)
 
 
+def only_group(config: Any, kinds: list[type]) -> Any:
+    """Return the group of all layers, whose specifications are of these classes."""
+    specs = get_kv_cache_spec(config)
+    assert [type(spec) for spec in specs.values()] == kinds
+    (group,) = get_kv_cache_groups(config, specs)
+    assert is_rose_group(group.kv_cache_spec)
+    return group
+
+
 def test_layers_of_different_shapes_are_one_group(make_layers: MakeLayers) -> None:
     config = make_layers(WINDOW, None, layer_options={1: {"head_size": 128}})
-    specs = get_kv_cache_spec(config)
-    assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec] * 2
-    (group,) = get_kv_cache_groups(config, specs)
-    assert type(group.kv_cache_spec) is UniformTypeKVCacheSpecs and is_rose_group(group.kv_cache_spec)
+    group = only_group(config, [RoseAttentionSpec] * 2)
+    assert type(group.kv_cache_spec) is UniformTypeKVCacheSpecs
     assert block_bytes(group) == (1 + 2) * BLOCK_SIZE * TOKEN_BYTES
 
 
@@ -173,7 +180,7 @@ SHAPES: dict[str, tuple[tuple[int | None, ...], dict[str, Any], str]] = {
     ),
     "drafts": (
         (WINDOW, None),
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"speculative_config": n_grams()},
         "drafts",
     ),
     "pipeline stages": ((WINDOW, None), {"pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -211,14 +218,10 @@ def test_windows_are_vllms_without_roses_block_manager_or_backend(
 
 
 def test_a_drafter_of_another_backend_joins_the_group(make_layers: MakeLayers) -> None:
-    shapes: tuple[dict[str, Any], ...] = ({}, {"head_size": 128})
-    for shape in shapes:
+    for shape in ({}, {"head_size": 128}):
         drafter = {"attn_backend": OtherBackend, **shape}
         config = make_layers(None, WINDOW, 2 * WINDOW, layer_options={1: drafter, 2: drafter})
-        specs = get_kv_cache_spec(config)
-        assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec, *[FullAttentionSpec] * 2]
-        (group,) = get_kv_cache_groups(config, specs)
-        assert is_rose_group(group.kv_cache_spec)
+        only_group(config, [RoseAttentionSpec, *[FullAttentionSpec] * 2])
 
 
 REASON = "no layers without a window"

@@ -1,0 +1,307 @@
+"""A small stand-in for vLLM's model runner with decode graphs, and what its requests' tokens must be."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
+SIZES = (1, 2, 4, 8)
+GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
+    "one group": ((BLOCK_SIZE, None, 1),),
+    "one group, two shapes": ((BLOCK_SIZE, None, 2),),
+    "windows": ((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1), (BLOCK_SIZE, 9, 1)),
+    "sizes, windows and shapes": ((2, 7, 2), (BLOCK_SIZE, None, 1), (8, 20, 3), (BLOCK_SIZE, 9, 1)),
+}
+"""Tokens per block, window and metadata builders of each KV cache group."""
+
+
+@dataclass(frozen=True)
+class Desc:
+    num_tokens: int
+    cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
+    uniform_token_count: int = 1
+
+
+class Tables:
+    """Block tables whose writes are staged, as vLLM's are."""
+
+    def __init__(self, block_sizes: list[int]) -> None:
+        self.block_sizes = block_sizes
+        self.num_kv_cache_groups = num_groups = len(block_sizes)
+        shapes = [(MAX_REQS, MAX_LEN // size) for size in block_sizes]
+        self.block_tables = [SimpleNamespace(gpu=torch.zeros(*shape, dtype=torch.int32)) for shape in shapes]
+        self.input_block_tables = [torch.zeros(*shape, dtype=torch.int32) for shape in shapes]
+        self.slot_mappings = torch.zeros(num_groups, MAX_LEN, dtype=torch.int64)
+        self.num_blocks = SimpleNamespace(np=np.zeros((num_groups, MAX_REQS), np.int32))
+        self._staged: list[tuple[int, int, int, list[int]]] = []
+
+    def append_block_ids(self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        for index, of_group in enumerate(block_ids):
+            start = 0 if overwrite else int(self.num_blocks.np[index, slot])
+            self._staged.append((index, slot, start, of_group))
+            self.num_blocks.np[index, slot] = start + len(of_group)
+
+    def apply_staged_writes(self) -> None:
+        for index, slot, start, ids in self._staged:
+            row = self.block_tables[index].gpu[slot]
+            row[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._staged.clear()
+
+
+class Manager:
+    """One decode graph for each size: hidden states that depend on every input of a row."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.graphs = {Desc(size): None for size in SIZES}
+        self.hidden_states = torch.zeros(SIZES[-1], 1, dtype=torch.float64)
+        self._runner = runner
+
+    def dispatch(self, num_reqs: int, *_: Any) -> Desc:
+        return Desc(next(size for size in SIZES if size >= num_reqs))
+
+    def run_fullgraph(self, desc: Desc) -> None:
+        runner, rows = self._runner, desc.num_tokens
+        tables, inputs = runner.block_tables, runner.input_buffers
+        hidden = inputs.input_ids[:rows] + 3 * inputs.positions[:rows]
+        for index, (block_size, window, _) in enumerate(runner.groups):
+            for nth, group in enumerate(runner.attn_groups[index]):
+                lengths = group.get_metadata_builder().decode_computed_tokens[:rows].long() + 1
+                hidden += (5 + nth) * lengths
+            table = tables.input_block_tables[index][:rows].long()
+            columns = torch.arange(table.shape[1])[None]
+            # Columns behind the sequence, and those that the window has passed, may hold anything.
+            used = columns * block_size < lengths[:, None]
+            if window is not None:
+                used &= (columns + 1) * block_size > (lengths - window)[:, None]
+            hidden += (7 + index) * (table * used * (columns + 1)).sum(1)
+            hidden += (11 + index) * tables.slot_mappings[index, :rows]
+        self.hidden_states[:rows, 0] = hidden
+
+
+class Runner:
+    """What the steps touch of vLLM's GPUModelRunner."""
+
+    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
+        self.device = torch.device("cpu")
+        self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
+        self.groups = groups
+        self.block_tables = Tables([block_size for block_size, _, _ in groups])
+        ints = {"dtype": torch.int32}
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(MAX_LEN, **ints),
+            positions=torch.zeros(MAX_LEN, dtype=torch.int64),
+            seq_lens=torch.zeros(MAX_REQS, **ints),
+            query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
+            is_padding=torch.zeros(MAX_LEN, dtype=torch.bool),
+        )
+        self.attn_groups = [[_group_with_builder() for _ in range(count)] for _, _, count in groups]
+        self.req_states = SimpleNamespace(
+            req_id_to_index={},
+            free=list(range(MAX_REQS)),
+            prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32)),
+            num_computed_tokens=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
+            total_len=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
+            all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, MAX_LEN, **ints)),
+            last_sampled_tokens=torch.zeros(MAX_REQS, 1, dtype=torch.int64),
+        )
+        self.sampler = SimpleNamespace(
+            sample=None,
+            sampling_states=SimpleNamespace(
+                temperature=SimpleNamespace(np=np.zeros(MAX_REQS)), num_logprobs=np.full(MAX_REQS, -1)
+            ),
+            needs_logits_processing=np.zeros(MAX_REQS, bool),
+            penalties_state=SimpleNamespace(output_bin_counts=torch.zeros(MAX_REQS, VOCAB_SIZE, **ints)),
+            get_logprobs_dims=self._logprobs_dims,
+        )
+        self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
+        self.products: list[int] = []
+        self.execute_model_state: Any = None
+        self.cudagraph_manager = Manager(self)
+
+    def _logprobs_dims(self, slots: Any) -> Any:
+        return (1, 0) if (self.sampler.sampling_states.num_logprobs[slots] >= 0).any() else None
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.products.append(len(hidden))
+        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
+
+    def add(self, request_id: str, prompt: list[int], last: int) -> None:
+        """Put a request in whose prompt has been computed, and whose first token is ``last``."""
+        states, slot = self.req_states, self.req_states.free.pop()
+        states.req_id_to_index[request_id] = slot
+        states.prefill_len.np[slot] = len(prompt)
+        states.num_computed_tokens.gpu[slot] = len(prompt)
+        states.total_len.gpu[slot] = len(prompt) + 1
+        states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
+        states.last_sampled_tokens[slot] = last
+        self.sampler.penalties_state.output_bin_counts[slot] = 0
+        self.block_tables.append_block_ids(slot, self.new_blocks(slot, len(prompt)), overwrite=True)
+        self.block_tables.apply_staged_writes()
+
+    def new_blocks(self, slot: int, num_tokens: int) -> tuple[list[int], ...]:
+        """Return the blocks of a prompt; the null block where a window has passed."""
+        return tuple(
+            [
+                0
+                if window is not None and (column + 1) * size <= num_tokens - window
+                else 1000 * index + 100 * slot + column + 1
+                for column in range(-(-num_tokens // size))
+            ]
+            for index, (size, window, _) in enumerate(self.groups)
+        )
+
+    def finish_requests(self, output: SchedulerOutput) -> None:
+        for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
+            slot = self.req_states.req_id_to_index.pop(request_id)
+            self.req_states.free.append(slot)
+
+    def free_states(self, output: SchedulerOutput) -> None:
+        pass
+
+    add_requests = free_states
+
+    def update_requests(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None:
+                slot = self.req_states.req_id_to_index[request_id]
+                self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+
+    def own_step(self, output: SchedulerOutput) -> list[int]:
+        """Run a step of decodes as vLLM does, from its own counts of blocks; return the tokens."""
+        self.finish_requests(output)
+        self.update_requests(output)
+        self.block_tables.apply_staged_writes()
+        ids = output.scheduled_cached_reqs.req_ids
+        slots = [self.req_states.req_id_to_index[each] for each in ids]
+        desc = self.cudagraph_manager.dispatch(len(ids))
+        states, inputs, rows = self.req_states, self.input_buffers, len(ids)
+        computed = states.num_computed_tokens.gpu[slots]
+        inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
+        inputs.positions[:rows] = computed
+        for index, (block_size, _, _) in enumerate(self.groups):
+            self._prepare_group(index, block_size, slots, desc.num_tokens)
+        self.cudagraph_manager.run_fullgraph(desc)
+        tokens = self.model.compute_logits(self.cudagraph_manager.hidden_states[:rows]).argmax(-1)
+        states.all_token_ids.gpu[slots, states.total_len.gpu[slots].long()] = tokens.int()
+        states.last_sampled_tokens[slots, 0] = tokens
+        states.total_len.gpu[slots] += 1
+        states.num_computed_tokens.gpu[slots] += 1
+        self.sampler.penalties_state.output_bin_counts[slots, tokens] += 1
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _prepare_group(self, index: int, block_size: int, slots: list[int], num_rows: int) -> None:
+        tables, computed = self.block_tables, self.req_states.num_computed_tokens.gpu
+        for row in range(num_rows):
+            is_real = row < len(slots)
+            num_computed = int(computed[slots[row]]) if is_real else -1
+            for group in self.attn_groups[index]:
+                group.get_metadata_builder().decode_computed_tokens[row] = num_computed
+            tables.slot_mappings[index, row] = -1
+            if not is_real:
+                tables.input_block_tables[index][row] = 0
+                continue
+            table, count = tables.block_tables[index].gpu[slots[row]], tables.num_blocks.np[index, slots[row]]
+            tables.input_block_tables[index][row, :count] = table[:count]
+            block, offset = int(table[num_computed // block_size]), num_computed % block_size
+            tables.slot_mappings[index, row] = block * block_size + offset
+
+
+def _group_with_builder() -> SimpleNamespace:
+    builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, dtype=torch.int32))
+    return SimpleNamespace(get_metadata_builder=lambda: builder)
+
+
+class Requests:
+    """What the tokens of each request must be: one after the other, from the request's own state alone."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, tuple[list[int], ...]] = {}
+        self.finished: set[str] = set()
+        self.count = 0
+
+    def come_and_go(self, choose: random.Random) -> None:
+        """Add a request where there is room, by chance, and end some and those that are full."""
+        if len(self.tokens) < MAX_REQS - len(self.finished) and choose.random() < 0.3:
+            self.add(choose.randrange(1, 20))
+        for request_id in list(self.tokens):
+            if len(self.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.03:
+                self.end(request_id)
+
+    def add(self, num_prompt_tokens: int) -> None:
+        request_id = f"request {self.count}"
+        self.count += 1
+        prompt = [(3 * self.count + index) % VOCAB_SIZE for index in range(num_prompt_tokens)]
+        self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
+        self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
+        slot = self.runner.req_states.req_id_to_index[request_id]
+        self.blocks[request_id] = self.runner.new_blocks(slot, num_prompt_tokens)
+
+    def end(self, request_id: str) -> None:
+        del self.tokens[request_id]
+        self.finished.add(request_id)
+
+    def step(self) -> SchedulerOutput:
+        """Return the scheduler's output of a step for all, with a block where one is needed."""
+        ids, new_blocks = list(self.tokens), []
+        computed = [len(self.tokens[each]) - 1 for each in ids]
+        for request_id, num_computed in zip(ids, computed, strict=True):
+            new = tuple(
+                [1000 + 7 * len(blocks) + self.count + index] if num_computed >= len(blocks) * size else []
+                for index, (blocks, (size, _, _)) in enumerate(
+                    zip(self.blocks[request_id], self.runner.groups, strict=True)
+                )
+            )
+            for blocks, more in zip(self.blocks[request_id], new, strict=True):
+                blocks.extend(more)
+            new_blocks.append(new if any(new) else None)
+        finished, self.finished = self.finished, set()
+        return make_output(ids, computed, new_blocks, finished)
+
+    def expect(self) -> list[int]:
+        """Return the next token of each, and append it."""
+        return [self._next(request_id) for request_id in self.tokens]
+
+    def _next(self, request_id: str) -> int:
+        tokens = self.tokens[request_id]
+        position = len(tokens) - 1
+        hidden = tokens[-1] + 3 * position
+        for index, (size, window, num_builders) in enumerate(self.runner.groups):
+            blocks = self.blocks[request_id][index]
+            first = 0 if window is None else max(position + 1 - window, 0) // size
+            last = position // size
+            read = sum((column + 1) * blocks[column] for column in range(first, last + 1))
+            hidden += sum(5 + nth for nth in range(num_builders)) * (position + 1)
+            hidden += (7 + index) * read + (11 + index) * (blocks[last] * size + position % size)
+        tokens.append(hidden % VOCAB_SIZE)
+        return tokens[-1]
+
+
+def make_output(
+    ids: list[str], computed: list[int], new_blocks: list[Any] | None = None, finished: set[str] | None = None
+) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = finished or set()
+    output.num_scheduled_tokens = dict.fromkeys(ids, 1)
+    output.total_num_scheduled_tokens = len(ids)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=ids,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=new_blocks or [None] * len(ids),
+        num_computed_tokens=computed,
+        num_output_tokens=[1] * len(ids),
+    )
+    return output
