@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import QueueFullError, RequestError
 from rose_backend.server import answers, generation, middleware, routes
