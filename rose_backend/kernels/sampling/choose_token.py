@@ -686,7 +686,7 @@ def _key_of(source, token, vocab_size):
 @triton.jit
 def report_top_logits(
     group_keys,  # of logits, not of scores
-    logits_ptr,  # [V]
+    logits_ptr,  # [V], any float type
     normaliser,
     logprobs_ptr,  # [K]  written
     tokens_ptr,  # [K]  written
@@ -705,7 +705,7 @@ def report_top_logits(
         key = tl.max(keys)
         group = tl.min(tl.where(keys == key, groups, NO_TOKEN))
         tokens = group_tokens(group, tl.arange(0, GROUP), GROUP, COLUMNS)
-        logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=MINUS_INFINITY)
+        logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=MINUS_INFINITY).to(tl.float32)
         members = tl.where(tokens < vocab_size, ordered_key(logits), gone)
         is_new = (group != last_group) | (key != last_key) | (tokens > last_token)
         token = tl.min(tl.where((members == key) & is_new, tokens, NO_TOKEN))

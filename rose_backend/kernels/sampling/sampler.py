@@ -16,6 +16,8 @@ Slices, tiles and the order of every sum depend on the vocabulary only, so a row
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -65,7 +67,7 @@ def _scan_kernel(
     biases,  # see scores_of
     bias_width,
     maxima_ptr,  # [R, num_slices * COLUMNS]  written: largest score of each group
-    masses_ptr,  # [R, 2, num_slices]  written for rows with nothing but top-p: see _store_mass
+    masses_ptr,  # [R, 2, num_slices]  written for rows with nothing but top-p: see store_mass
     winners_ptr,  # [R, num_slices]  written for rows without top-k and min-p
     raw,  # pointers to the largest logit of each group, and to masses of the logits themselves, written; or None
     vocab_size,
@@ -94,10 +96,10 @@ def _scan_kernel(
     masses = row * (2 * num_slices) + slice_index
     if raw is not None:
         tl.store(raw[0] + groups, largest_of_groups(logits))
-        _store_mass(logits, raw[1] + masses, num_slices)
+        store_mass(logits, raw[1] + masses, num_slices)
     if (temperature >= GREEDY_TEMPERATURE) & (top_k == 0) & (min_p == 0):
         if top_p < 1:
-            _store_mass(scores, masses_ptr + masses, num_slices)
+            store_mass(scores, masses_ptr + masses, num_slices)
         seed, position = tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32)
         bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP // 4, COLUMNS)
         winner = gumbel_max(scores, tokens, bits, scores > MINUS_INFINITY, seed, position)
@@ -165,12 +167,12 @@ def _choose_kernel(
         reported = tl.where(row_max == MINUS_INFINITY, invalid_token_id, token)
         tl.store(token_ids_ptr + row, reported.to(tl.int64))
         if logprobs is not None:
-            normaliser = _logsumexp(raw[1], row, num_slices, slice_tile)
+            normaliser = load_logsumexp(raw[1], row, num_slices, slice_tile)
             tl.store(logprobs[0] + row, tl.load(logits_ptr + token) - normaliser)
     elif logprobs is not None:
         raw_maxima = tl.load(raw[0] + group_offsets, mask=is_group, other=MINUS_INFINITY)
         offset = row * num_logprobs
-        normaliser = _logsumexp(raw[1], row, num_slices, slice_tile)
+        normaliser = load_logsumexp(raw[1], row, num_slices, slice_tile)
         report_top_logits(
             ordered_key(raw_maxima), logits_ptr, normaliser, logprobs[1] + offset, logprobs[2] + offset,
             num_logprobs, vocab_size, GROUP, COLUMNS,
@@ -228,7 +230,7 @@ def _load_filters(filters, row, vocab_size):
 
 
 @triton.jit
-def _store_mass(values, mass_ptr, num_slices):
+def store_mass(values, mass_ptr, num_slices):
     """Write a slice's largest value, and ``num_slices`` further its sum of exp(value - largest)."""
     largest = tl.max(values)
     # All minus infinity: the weights are 0, not NaN.
@@ -249,7 +251,8 @@ def _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE: tl.constexpr):
 
 
 @triton.jit
-def _logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
+def load_logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
+    """Return the row's log of the sum of exp(value), float32, from what ``store_mass`` has written."""
     slices = tl.arange(0, SLICE_TILE)
     largest = tl.load(
         masses_ptr + row * (2 * num_slices) + slices, mask=slices < num_slices, other=MINUS_INFINITY
@@ -257,6 +260,29 @@ def _logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
     row_max = tl.max(largest)
     total = _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE)
     return row_max + tl.log(total.to(tl.float32))
+
+
+class VocabularySlices(NamedTuple):
+    """How a vocabulary is cut."""
+
+    group: int
+    """Tokens of a group."""
+    columns: int
+    """Groups of a slice."""
+    num_slices: int
+
+    @property
+    def num_groups(self) -> int:
+        """Of all slices."""
+        return self.num_slices * self.columns
+
+
+def vocabulary_slices(vocab_size: int) -> VocabularySlices:
+    """Return how a vocabulary is cut: as few tokens to a group as programs can hold the maxima of."""
+    group = _MIN_GROUP
+    while vocab_size > group * _MAX_GROUPS:
+        group *= 2
+    return VocabularySlices(group, _COLUMNS, triton.cdiv(vocab_size, group * _COLUMNS))
 
 
 def sample(
@@ -287,11 +313,8 @@ def _launch(
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
-    group = _MIN_GROUP
-    while vocab_size > group * _MAX_GROUPS:
-        group *= 2
-    num_slices = triton.cdiv(vocab_size, group * _COLUMNS)
-    num_groups = num_slices * _COLUMNS
+    cut = vocabulary_slices(vocab_size)
+    num_slices, num_groups = cut.num_slices, cut.num_groups
 
     def scratch(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
@@ -315,8 +338,8 @@ def _launch(
     options = {
         "vocab_size": vocab_size,
         "num_slices": num_slices,
-        "GROUP": group,
-        "COLUMNS": _COLUMNS,
+        "GROUP": cut.group,
+        "COLUMNS": cut.columns,
         "PDL": has_dependent_launch(logits.device),
         "launch_pdl": has_dependent_launch(logits.device),
         # Fused products would round penalties differently from the reference.
