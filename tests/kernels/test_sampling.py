@@ -267,9 +267,7 @@ def test_reports_of_large_vocabularies_and_of_rows_past_two_to_the_31() -> None:
         num_rows = 33
         logits = (torch.randn(num_rows, vocab_size) * 5).bfloat16()
         tokens = torch.randint(vocab_size, (num_rows,))
-        actual, expected = (
-            report(call, logits, tokens, [20] * num_rows, 20) for call in (GPU, REFERENCE)
-        )
+        actual, expected = (report(call, logits, tokens, [20] * num_rows, 20) for call in (GPU, REFERENCE))
         assert torch.equal(actual.token_ids, expected.token_ids) and torch.equal(actual.ranks, expected.ranks)
         torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=1e-5)
     vocab_size, num_rows = 151_936, 14_200
@@ -287,7 +285,7 @@ def test_reports_of_the_wrong_shape_are_named() -> None:
     logits, tokens, counts = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), torch.zeros(2).int()
     with pytest.raises(ShapeError, match="expected 1 to V \\+ 1=6 columns, got 8"):
         report_logprobs(logits, tokens, counts, new_report(2, 7, "cpu"))
-    with pytest.raises(ShapeError, match="logits: expected dtype torch.float32, got torch.float64"):
+    with pytest.raises(ShapeError, match="logits: expected dtype"):
         report_logprobs(logits.double(), tokens, counts, new_report(2, 2, "cpu"))
     report_logprobs(logits[:0], tokens[:0], counts[:0], new_report(0, 2, "cpu"))
 

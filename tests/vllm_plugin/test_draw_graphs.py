@@ -13,6 +13,8 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from rose_backend.vllm_plugin import sampler as sampler_module
+from rose_backend.vllm_plugin.captured_processors import RequestParameters, sampling_arrays
 from rose_backend.vllm_plugin.plugin_logger import Counts
 from rose_backend.vllm_plugin.sampler import (
     DrawGraphs,
@@ -117,7 +119,8 @@ def samplers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(min_p, "apply_min_p", apply_min_p)
         monkeypatch.setattr(states, "apply_min_p", apply_min_p)
     replaying, plain = BareSampler(device), BareSampler(device)
-    graphs = DrawGraphs(replaying.sampling_states)
+    arrays = sampling_arrays(replaying.sampling_states)
+    graphs = DrawGraphs(RequestParameters(arrays, torch.device(device)), VOCAB)
     if device == "cuda":
         graphs.capture()
     replaying.sample = ReplayedSampling(replaying, graphs)
@@ -190,8 +193,30 @@ def test_a_whole_steps_graph_draws_the_same_tokens(samplers: Pair, num_rows: int
         # A step before, with more rows: its logits lie where these come to lie.
         draw_both(samplers, list(range(SLOTS)), generator)
         of_rows = (torch.tensor(slots, dtype=torch.int32), torch.tensor(positions))
-        drawn = replaying.sample.graphs.compute(logits, *(each.to(plain.device) for each in of_rows))
+        drawn = torch.full((num_rows,), -7, device=plain.device)
+        replaying.sample.graphs.compute(logits, *(each.to(plain.device) for each in of_rows), drawn)
         assert drawn.tolist() == expected.tolist() and torch.equal(logits, kept)
+
+
+def test_a_step_with_more_rows_than_fit_is_drawn_in_parts(
+    samplers: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying, plain = samplers
+    for slot in range(SLOTS):
+        add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(SLOTS, VOCAB, generator=generator) * 3).to(plain.device, LOGITS_DTYPE)
+    slots, positions = torch.arange(SLOTS, dtype=torch.int32), torch.arange(SLOTS) + 5
+    expected = plain.step(logits, slots.tolist(), positions.tolist())
+    replaying.apply_staged_writes()
+    monkeypatch.setattr(sampler_module, "MAX_LOGITS_BYTES", 4 * VOCAB * 17)
+    graphs = DrawGraphs(replaying.sample.graphs.parameters, VOCAB)
+    assert graphs.max_rows == 17
+    processed: list[tuple[int, int]] = []
+    drawn = torch.full((SLOTS,), -7, device=plain.device)
+    of_rows = (slots.to(plain.device), positions.to(plain.device))
+    graphs.compute(logits, *of_rows, drawn, lambda own, rows: processed.append((rows.start, rows.stop)))
+    assert drawn.tolist() == expected.tolist() and processed == [(0, 16), (16, SLOTS)]
 
 
 def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:

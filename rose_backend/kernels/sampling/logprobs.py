@@ -55,7 +55,17 @@ def _summarize_kernel(
         tl.store(counts_ptr + row * num_slices + slice_index, tl.sum(is_as_likely))
 
 
-@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "logprobs_stride", "ranks_stride", "vocab_size", "num_slices", "max_num_logprobs"])
+@triton.jit(
+    do_not_specialize=[
+        "logits_stride",
+        "ids_stride",
+        "logprobs_stride",
+        "ranks_stride",
+        "vocab_size",
+        "num_slices",
+        "max_num_logprobs",
+    ]
+)
 def _report_kernel(
     logits_ptr,  # [R, V]
     logits_stride,

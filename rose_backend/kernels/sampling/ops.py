@@ -125,7 +125,9 @@ def mask_logits(
         mask_rows=(mask_rows, "R", torch.int32),
     )
     if sizes["W"] != -(-sizes["V"] // 32):
-        raise ShapeError(f"bitmask: expected {-(-sizes['V'] // 32)} words for V={sizes['V']}, got {sizes['W']}")
+        raise ShapeError(
+            f"bitmask: expected {-(-sizes['V'] // 32)} words for V={sizes['V']}, got {sizes['W']}"
+        )
     if logits.stride(1) != 1 or bitmask.stride(1) != 1:
         raise ShapeError("logits and bitmask: expected a last stride of 1")
     if logits.is_cuda:
