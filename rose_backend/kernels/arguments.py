@@ -87,7 +87,7 @@ class LogprobReport(NamedTuple):
     """Log-probabilities of each row's chosen token and of its most likely ones, in memory that may have any strides."""
 
     token_ids: torch.Tensor
-    """[R, 1 + K] int64: the chosen token, then the most likely ones, falling; of equal ones the lower id first."""
+    """[R, 1 + K] int64: the chosen token, then the most likely ones, falling; ties in any fixed order."""
     logprobs: torch.Tensor
     """[R, 1 + K] float32, of these tokens."""
     ranks: torch.Tensor

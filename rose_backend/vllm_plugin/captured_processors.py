@@ -259,12 +259,13 @@ class ReportRecord:
         logits: torch.Tensor,  # [R, V]
         token_ids: torch.Tensor,  # [R] int64
         num_logprobs: torch.Tensor,  # [R] int32
-    ) -> None:
-        """Fill in the rows that ask for at least 0 of the most likely tokens."""
+    ) -> LogprobReport:
+        """Fill in the rows that ask for at least 0 of the most likely tokens; return views of all rows."""
         rows, columns = self.words[: len(logits)], self._num_columns
         logprobs = rows[:, MAX_LOGPROBS + 2 :].view(torch.float32)
         report = LogprobReport(rows[:, :columns], logprobs[:, :columns], rows[:, MAX_LOGPROBS + 1])
         report_logprobs(logits, token_ids, num_logprobs, report)
+        return report
 
     @staticmethod
     def read(words: NDArray[np.int64], num_logprobs: int) -> Any:
@@ -343,14 +344,10 @@ def wrap_compute_topk_scores(original: Callable[..., Any]) -> Callable[..., Any]
             )
         from vllm.v1.outputs import LogprobsTensors
 
-        num_rows, device = len(logits), logits.device
-        report = LogprobReport(
-            torch.empty(num_rows, num_logprobs + 1, dtype=torch.int64, device=device),
-            torch.empty(num_rows, num_logprobs + 1, device=device),
-            torch.empty(num_rows, dtype=torch.int64, device=device),
-        )
-        counts = torch.full((num_rows,), num_logprobs, dtype=torch.int32, device=device)
-        report_logprobs(logits, sampled_token_ids, counts, report)
-        return LogprobsTensors(*report)
+        # A record, too: in memory of another shape Triton would compile another kernel.
+        record = ReportRecord(len(logits), logits.shape[1], logits.device)
+        counts = torch.full((len(logits),), num_logprobs, dtype=torch.int32, device=logits.device)
+        ids, logprobs, ranks = record.write(logits, sampled_token_ids, counts)
+        return LogprobsTensors(ids[:, : num_logprobs + 1], logprobs[:, : num_logprobs + 1], ranks)
 
     return compute_topk_scores

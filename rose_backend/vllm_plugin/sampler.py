@@ -1,8 +1,7 @@
 """Rose's sampler in both of vLLM's model runners: top-k, top-p and the draw in one kernel.
 
-vLLM keeps penalties, logit processors, temperature, min-p and log-probabilities; Rose applies top-k and top-p and
-draws. A draw depends only on the request's seed and its number of draws, so a seeded request gets the same tokens in
-any batch.
+vLLM keeps penalties, logits processors, temperature and min-p; Rose applies top-k and top-p and draws. A draw depends
+only on the request's seed and its number of draws, so a seeded request gets the same tokens in any batch.
 
 Draws of model runner V2 are one CUDA graph per number of rows: parameters, temperature, min-p, filters and the draw.
 Launched one by one, these dozen operations take the CPU longer than a small model's whole step takes the device. Steps

@@ -314,7 +314,7 @@ class SteadySteps:
         runner.model.compute_logits = self._compute_padded_logits
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture prologue and epilogue of each of vLLM's decode graphs, which were captured on ``stream``."""
+        """Capture prologue and ends of each of vLLM's decode graphs, which were captured on ``stream``."""
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
@@ -338,7 +338,7 @@ class SteadySteps:
         )
 
     def _addresses_of_weights(self) -> tuple[int, ...]:
-        """Return where the head's weights are: the epilogues hold these addresses, which vLLM's graphs do not."""
+        """Return where the head's weights are: the ends hold these addresses, which vLLM's graphs do not."""
         head = self._runner.model.lm_head
         return tuple(getattr(head, name).data_ptr() for name in self._names_of_weights)
 
@@ -451,7 +451,7 @@ class SteadySteps:
         return output
 
     def note_vllm_step(self) -> None:
-        """Let vLLM's next product of a decode-only step have as many rows as the epilogue's."""
+        """Let vLLM's next product of a decode-only step have as many rows as an end's."""
         self._padded_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
@@ -726,7 +726,7 @@ def _spread_samples(manager: Any) -> Iterator[None]:
 
 @contextmanager
 def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[None]:
-    """Let activations of vLLM's graphs lie where an epilogue's logits lie later in the step.
+    """Let activations of vLLM's graphs lie where an end's logits lie later in the step.
 
     Graphs find memory of others in their pool only where both were captured on one stream. Logits are the largest
     tensor of a step, so they go first: activations find room in theirs, but not the other way round.

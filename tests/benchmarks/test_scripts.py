@@ -35,6 +35,7 @@ SCRIPTS = (
     "start_up",
     "loading",
     "step_profile",
+    "vllm_request_kinds",
     "vllm_step_profile",
     "kernels",
     "suite",

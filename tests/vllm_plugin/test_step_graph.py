@@ -643,9 +643,10 @@ def test_any_mix_of_requests_is_sampled_in_replayed_steps() -> None:
             assert result.sampled_token_ids[row] == [token] == [int(states.last_sampled_tokens[slot])]
             if (count := int(runner.sampler.sampling_states.num_logprobs[slot])) >= 0:
                 lists = result.logprobs.slice_request(row, 1)
-                order = logits.sort(descending=True, stable=True).indices[:count].tolist()
-                assert lists.logprob_token_ids[0, : count + 1].tolist() == [token, *order]
-                expected = logits.log_softmax(-1)[[token, *order]]
+                ids = lists.logprob_token_ids[0, : count + 1].tolist()
+                assert ids[0] == token and len(set(ids[1:])) == count
+                assert torch.equal(logits[ids[1:]], logits.topk(count).values)
+                expected = logits.log_softmax(-1)[ids]
                 torch.testing.assert_close(torch.tensor(lists.logprobs[0, : count + 1]), expected)
                 assert lists.sampled_token_ranks[0] == int((logits >= logits[token]).sum())
         if (runner.sampler.sampling_states.num_logprobs[slots] < 0).all():

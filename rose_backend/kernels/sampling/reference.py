@@ -417,7 +417,7 @@ def report_logprobs(
     for row in (num_logprobs >= 0).nonzero()[:, 0].tolist():
         values = logits[row].float()
         token_id, count = token_ids[row], min(int(num_logprobs[row]), report.token_ids.shape[1] - 1)
-        most_likely = values.sort(descending=True, stable=True).indices[:count]
+        most_likely = values.topk(count).indices
         columns = torch.cat((token_id[None], most_likely))
         report.token_ids[row], report.logprobs[row] = 0, _MINUS_INFINITY
         report.token_ids[row, : count + 1] = columns
