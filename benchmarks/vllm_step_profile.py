@@ -16,7 +16,7 @@ import cProfile
 import os
 import pstats
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,22 @@ class Engine:
         self._output_kind = RequestOutputKind.FINAL_ONLY
         self.engine, self._vocab_size, self._seed = self.llm.llm_engine, facts.vocab_size, 0
 
-    def add(self, num_requests: int, prompt_tokens: int, max_tokens: int, mode: str) -> None:
-        """Queue requests whose prompts were never seen before."""
+    def add(
+        self, num_requests: int, prompt_tokens: int, max_tokens: int, *sampling: Mapping[str, Any]
+    ) -> list[str]:
+        """Queue requests whose prompts were never seen before, with ``sampling`` in turns; return their ids."""
         self._seed += 1
         lengths = (prompt_tokens, prompt_tokens), (max_tokens, max_tokens)
         prompts = RandomRequests(num_requests, *lengths, self._seed).requests(self._vocab_size).prompts
         for index, prompt in enumerate(prompts):
             params = self._params(
-                max_tokens=max_tokens, ignore_eos=True, output_kind=self._output_kind, **MODES[mode]
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                output_kind=self._output_kind,
+                **sampling[index % len(sampling)],
             )
             self.engine.add_request(f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params)
+        return [f"{self._seed}-{index}" for index in range(num_requests)]
 
     def run(self, num_steps: int | None = None) -> int:
         """Take so many steps, or all that there are; return how many."""
@@ -75,7 +81,7 @@ class Engine:
 
 def profile_decoding(engine: Engine, batch: int, mode: str, num_steps: int) -> dict[str, Any]:
     """Return what a steady decode step of ``batch`` requests consists of."""
-    engine.add(batch, PROMPT_TOKENS, WARM_UP_STEPS + 4 * num_steps, mode)
+    engine.add(batch, PROMPT_TOKENS, WARM_UP_STEPS + 4 * num_steps, MODES[mode])
     engine.run(WARM_UP_STEPS)
     found = _profiles(lambda: None, lambda: engine.run(num_steps), num_steps)
     engine.run()
@@ -86,7 +92,7 @@ def profile_prompts(engine: Engine, num_requests: int, prompt_tokens: int, mode:
     """Return what a step of prompts consists of, of so many requests that wait at once."""
 
     def queue() -> None:
-        engine.add(num_requests, prompt_tokens, 1, mode)
+        engine.add(num_requests, prompt_tokens, 1, MODES[mode])
 
     queue()
     num_steps = engine.run()  # what has to be compiled is compiled now

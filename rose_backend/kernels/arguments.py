@@ -245,6 +245,17 @@ class SampleOutput:
     """[R, K] int64; None with ``num_logprobs`` -1."""
 
 
+class LogprobReport(NamedTuple):
+    """Log-probabilities of each row's chosen token and of its most likely ones, in memory that may have any strides."""
+
+    token_ids: torch.Tensor
+    """[R, 1 + K] int64: the chosen token, then the most likely ones, falling; ties in any fixed order."""
+    logprobs: torch.Tensor
+    """[R, 1 + K] float32, of these tokens."""
+    ranks: torch.Tensor
+    """[R] int64: how many tokens are at least as likely as the chosen one, itself included."""
+
+
 @dataclass(frozen=True)
 class DecodeState:
     """What is kept of requests between steps, by slot. Addresses stay: captured graphs hold them."""

@@ -163,7 +163,7 @@ class FixedInputs:
     def begin(self) -> tuple[torch.Tensor, np.void]:
         """Return host memory for the next inputs, whose content is undefined, and the same memory by field."""
         # torch keeps pinned memory until the copy has run.
-        is_pinned = self._bytes.device.type != "cpu"
+        is_pinned = self._bytes.device.type == "cuda"
         host_bytes = torch.empty(self._layout.itemsize, dtype=torch.uint8, pin_memory=is_pinned)
         return host_bytes, host_bytes.numpy().view(self._layout)[0]
 

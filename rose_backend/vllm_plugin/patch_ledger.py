@@ -150,6 +150,13 @@ LEDGER: dict[str, Patch] = {
         remove_when="vLLM replays whole decode steps",
         build=f"{_PLUGIN}.step_graph:wrap_sample_tokens",
     ),
+    "step_graph_logprobs": Patch(
+        target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
+        reason="log-probabilities of steps that are replayed whole and of vLLM's own must be equal to the bit; vLLM's "
+        "kernel takes a program per row, and torch.topk breaks ties in any way",
+        remove_when="vLLM replays whole decode steps with log-probabilities",
+        build=f"{_PLUGIN}.captured_processors:wrap_compute_topk_scores",
+    ),
     "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         reason="the API server handles outputs step by step, however many steps are queued; with ROSE selected, queued "

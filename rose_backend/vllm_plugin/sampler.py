@@ -1,11 +1,11 @@
 """Rose's sampler in both of vLLM's model runners: top-k, top-p and the draw in one kernel.
 
-vLLM keeps penalties, logit processors, temperature, min-p and log-probabilities; Rose applies top-k and top-p and
-draws. A draw depends only on the request's seed and its number of draws, so a seeded request gets the same tokens in
-any batch.
+vLLM keeps penalties, logits processors, temperature and min-p; Rose applies top-k and top-p and draws. A draw depends
+only on the request's seed and its number of draws, so a seeded request gets the same tokens in any batch.
 
 Draws of model runner V2 are one CUDA graph per number of rows: parameters, temperature, min-p, filters and the draw.
-Launched one by one, these dozen operations take the CPU longer than a small model's whole step takes the device.
+Launched one by one, these dozen operations take the CPU longer than a small model's whole step takes the device. Steps
+that are replayed whole draw by the same operations, with vLLM's logits processors before them where a row needs any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +23,15 @@ from vllm.config import VllmConfig
 from rose_backend.kernels import SamplingTensors, sample
 from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
+from rose_backend.vllm_plugin.captured_processors import (
+    SAMPLING_PARAMETERS,
+    CapturedProcessors,
+    RequestParameters,
+    launch_reports,
+    processor_arrays,
+    report_as_graphs,
+    sampling_arrays,
+)
 from rose_backend.vllm_plugin.options import is_rose_selected, rose_options, why_no_graphs
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
@@ -38,10 +46,11 @@ _STEP_MULTIPLIER = 0x9E3779B97F4A7C15
 _OFFSET_PER_DRAW = 4
 
 MAX_LOGITS_BYTES = 64 << 20
-"""Of float32 logits that graphs read: 333 rows of 50,257 tokens, 110 of 151,936. With more the device is the limit."""
+"""Of float32 logits that graphs read at once: 333 rows of 50,257 tokens, 110 of 151,936. Larger steps that are replayed
+whole draw for so many rows after each other; others are launched, as the device is the limit then."""
 
-PARAMETERS = ("temperature", "min_p", "top_k", "top_p", "seeds")
-"""Of vLLM's ``SamplingStates``, all that a draw takes."""
+_ALIGNED = 16
+"""Rows. The first of so many has the alignment of a tensor's first row."""
 
 
 def is_sampler_chosen(vllm_config: VllmConfig | None) -> bool:
@@ -246,7 +255,9 @@ def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
             self.apply_sampling_params = functools.partial(_count_drafts, self, self.apply_sampling_params)
         elif not (kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)):
             if why_vllm_draws(vllm_config) is None and captures_draws(vllm_config):
-                graphs = DrawGraphs(self.sampling_states)
+                arrays = sampling_arrays(self.sampling_states) | processor_arrays(self)
+                parameters = RequestParameters(arrays, self.req_states.device)
+                graphs = DrawGraphs(parameters, self.sampling_states.vocab_size)
                 graphs.capture()
                 self.sample = ReplayedSampling(self, graphs)
             copy_parameters_when_they_change(self)
@@ -368,7 +379,7 @@ class ReplayedSampling:
 
     Args:
         sampler: vLLM's; its ``add_request`` and those of its processors are wrapped.
-        graphs: of its ``sampling_states``.
+        graphs: with the parameters of its requests.
 
     Attributes:
         graphs: as given.
@@ -378,6 +389,7 @@ class ReplayedSampling:
 
     def __init__(self, sampler: Any, graphs: DrawGraphs) -> None:
         self._sample_as_vllm = sampler.sample
+        self._sampler = sampler
         self.graphs = graphs
         self._temperatures = sampler.sampling_states.temperature.np
         self.is_changed = np.zeros(len(self._temperatures), bool)
@@ -430,7 +442,12 @@ class ReplayedSampling:
 
     def _apply_writes(self, apply_staged_writes: Callable[[], None]) -> None:
         apply_staged_writes()
-        self.graphs.take_parameters()
+        self.graphs.parameters.take()
+
+    def whole_steps(self, max_num_rows: int) -> CapturedProcessors:
+        """Return the logits processors of steps that are replayed whole, and let vLLM's steps report as these do."""
+        report_as_graphs(self._sampler)
+        return CapturedProcessors(self._sampler, self.graphs.parameters, max_num_rows)
 
 
 def captures_draws(vllm_config: VllmConfig) -> bool:
@@ -460,28 +477,24 @@ class DrawGraphs:
     Only for rows whose logits are changed by temperature and min-p alone. Padding rows are greedy.
 
     Args:
-        states: vLLM's ``SamplingStates``.
+        parameters: at least those of ``sampling_arrays``.
+        vocab_size: of the model.
 
     Attributes:
+        parameters: as given.
         sizes: numbers of rows that there is a graph for, rising.
         max_rows: the largest of them, or 0.
-        padding_slot: the last slot, of rows without a request: its temperature stays 0.
     """
 
-    def __init__(self, states: Any) -> None:
+    def __init__(self, parameters: RequestParameters, vocab_size: int) -> None:
         from rose_backend.kernels.captured_graphs import CapturedGraphs
 
-        device = states.temperature.gpu.device
-        self.sizes = draw_graph_sizes(states.max_num_reqs, states.vocab_size)
+        self.parameters = parameters
+        padding_slot, device = parameters.padding_slot, parameters["temperature"].device
+        self.sizes = draw_graph_sizes(padding_slot, vocab_size)
         num_rows = self.max_rows = max(self.sizes, default=0)
-        self.padding_slot = states.max_num_reqs
-        self._states = states
-        self._parameters = {
-            name: torch.zeros(self.padding_slot + 1, dtype=getattr(states, name).gpu.dtype, device=device)
-            for name in PARAMETERS
-        }
-        self._logits = torch.zeros(num_rows, states.vocab_size, device=device)
-        self._slots = torch.full((num_rows,), self.padding_slot, dtype=torch.int32, device=device)
+        self._logits = torch.zeros(num_rows, vocab_size, device=device)
+        self._slots = torch.full((num_rows,), padding_slot, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._num_rows = 0
@@ -493,11 +506,6 @@ class DrawGraphs:
         if not is_recording():
             wait_for_kernels(*SAMPLER_KERNELS)
         self._graphs.capture(reversed(self.sizes))
-
-    def take_parameters(self) -> None:
-        """Copy what vLLM has of its requests on the device. To be called in every step in which that has changed."""
-        for name, copy in self._parameters.items():
-            copy[: self.padding_slot].copy_(getattr(self._states, name).gpu)
 
     def serves(self, logits: torch.Tensor) -> bool:
         """Whether there is a graph for this number of rows."""
@@ -515,7 +523,7 @@ class DrawGraphs:
         self._slots[:num_rows].copy_(slots)
         self._positions[:num_rows].copy_(positions)
         if num_rows < self._num_rows:
-            self._slots[num_rows : self._num_rows].fill_(self.padding_slot)
+            self._slots[num_rows : self._num_rows].fill_(self.parameters.padding_slot)
         self._num_rows = num_rows
         self._graphs.run(next(size for size in self.sizes if size >= num_rows))
         # The next step draws into the same memory, while the CPU may still be reading this one's.
@@ -523,51 +531,58 @@ class DrawGraphs:
 
     def compute(
         self,
-        logits: torch.Tensor,  # [R, V], R at most the largest of ``sizes``; stay as they are
-        slots: torch.Tensor,  # [R] int32, row -> request slot; ``padding_slot`` without a request
+        logits: torch.Tensor,  # [R, V], stay as they are
+        slots: torch.Tensor,  # [R] int32, row -> request slot; the padding slot without a request
         positions: torch.Tensor,  # [R] int64
-    ) -> torch.Tensor:
-        """Return one token per row, int64 [R]. For steps that are captured as a whole."""
-        own_logits = self._logits[: len(logits)].copy_(logits)
-        return self._drawn(own_logits, slots, positions)
+        token_ids: torch.Tensor,  # [R] int64  written
+        process: Callable[[torch.Tensor, slice], None] | None = None,
+    ) -> None:
+        """Draw one token per row, of any number of rows. For steps that are captured as a whole.
+
+        Args:
+            process: changes float32 logits of some rows in place, before temperature; given these rows.
+        """
+        num_rows = len(logits)
+        # Parts of a step begin at aligned addresses, as whole ones do: the same kernels serve both.
+        most = num_rows if num_rows <= self.max_rows else max(self.max_rows // _ALIGNED * _ALIGNED, 1)
+        for start in range(0, num_rows, most):
+            rows = slice(start, min(start + most, num_rows))
+            own_logits = self._logits[: rows.stop - start].copy_(logits[rows])
+            if process is not None:
+                process(own_logits, rows)
+            token_ids[rows] = self._drawn(own_logits, slots[rows], positions[rows])
 
     def _drawn(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
         from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
-        apply_temperature(logits, slots, self._parameters["temperature"])
-        apply_min_p(logits, slots, self._parameters["min_p"])
-        of_row = {name: values.index_select(0, slots) for name, values in self._parameters.items()}
-        return draw(
-            logits,
-            # Already applied; only its sign is needed, for greedy rows.
-            of_row["temperature"].sign(),
-            of_row["top_k"],
-            of_row["top_p"],
-            of_row["seeds"],
-            positions,
+        of = self.parameters
+        apply_temperature(logits, slots, of["temperature"])
+        apply_min_p(logits, slots, of["min_p"])
+        temperature, top_k, top_p, seeds = (
+            of[name].index_select(0, slots) for name in ("temperature", "top_k", "top_p", "seeds")
         )
+        # Temperature is already applied; only its sign is needed, for greedy rows.
+        return draw(logits, temperature.sign(), top_k, top_p, seeds, positions)
 
     def _compute(self, size: int, _: None = None) -> None:
         self._token_ids[:size] = self._drawn(self._logits[:size], self._slots[:size], self._positions[:size])
 
 
 def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:
-    """Launch what an engine's draws launch, if Rose draws, on tensors without memory."""
+    """Launch what an engine's draws and reports launch, if Rose draws, on tensors without memory."""
     if not is_sampler_chosen(vllm_config) or why_vllm_draws(vllm_config) is not None:
         return
-    num_slots = vllm_config.scheduler_config.max_num_seqs
-    vocab_size = vllm_config.model_config.get_vocab_size()
-    integers = {"top_k": torch.int32, "seeds": torch.int64}
-    of_slot = {
-        name: torch.empty(num_slots, dtype=integers.get(name, torch.float32), device="meta")
-        for name in PARAMETERS
-    }
-    temperature, _, top_k, top_p, seeds = of_slot.values()
+    num_slots, model = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config
+    vocab_size, meta = model.get_vocab_size(), torch.device("meta")
+    dtypes = {"top_k": np.int32, "seeds": np.int64, "num_logprobs": np.int32}
+    arrays = {name: np.zeros(num_slots, dtypes.get(name, np.float32)) for name in SAMPLING_PARAMETERS}
+    of_slot = {name: torch.from_numpy(array).to(meta) for name, array in arrays.items()}
+    temperature, top_k, top_p, seeds = (of_slot[name] for name in ("temperature", "top_k", "top_p", "seeds"))
     # Launched, rows of logits are those of a tensor, or of a product with a head that ends with rows of padding.
     for width in (vocab_size, -(-vocab_size // 16) * 16):
         logits = torch.empty((num_slots, width), device="meta")[:, :vocab_size]
         draw(logits, temperature, top_k, top_p, seeds, torch.empty_like(seeds))
     if vllm_config.speculative_config is None and captures_draws(vllm_config):
-        states = {name: SimpleNamespace(gpu=values) for name, values in of_slot.items()}
-        DrawGraphs(SimpleNamespace(**states, max_num_reqs=num_slots, vocab_size=vocab_size)).capture()
+        DrawGraphs(RequestParameters(arrays, meta), vocab_size).capture()
+        launch_reports(num_slots, vocab_size, model.dtype)

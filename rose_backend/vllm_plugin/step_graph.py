@@ -1,8 +1,9 @@
-"""Steady decode steps of one model runner as three replays: Rose's prologue, vLLM's own decode graph, Rose's epilogue.
+"""Steady decode steps of one model runner as a few replays: Rose's prologue, vLLM's own decode graph, Rose's ends.
 
-The prologue makes the inputs from the requests' state, the epilogue computes logits, samples and moves that state on.
-So the CPU only hands over what changed and replays. All state is vLLM's, and complete after every step: steps of both
-kinds may alternate.
+The prologue makes the inputs from the requests' state. An end computes logits, samples and moves that state on: there
+is one for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
+Behind it, log-probabilities are reported if a request asks for them. So the CPU only hands over what changed and
+replays. All state is vLLM's, and complete after every step: steps of both kinds may alternate.
 
 First comes which engines, steps and batches are replayed whole (equal on all ranks of a tensor parallel group), then
 the steps, then where they enter model runner V2: capture, execution and sampling of a step.
@@ -43,6 +44,11 @@ from rose_backend.kernels.decode_step.ops import (
     write_block_ids,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.captured_processors import (
+    GrammarMasks,
+    ReportRecord,
+    why_graphs_do_not_report,
+)
 from rose_backend.vllm_plugin.options import first_reason, rose_options
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
@@ -53,6 +59,8 @@ NUM_LOGITS_PROCESSORS = 3
 _FIELDS_OF_STEADY_STEPS = (
     *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     *("finished_req_ids", "preempted_req_ids"),
+    # The masks of structured output come when the step is sampled, behind its layers.
+    *("has_structured_output_requests", "pending_structured_output_tokens"),
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
@@ -61,12 +69,7 @@ FIELDS_OF_PROMPTS = tuple(
 )
 """Fields of a scheduler output that are empty, None or false in a steady step: all others that this vLLM has."""
 
-_REASONS = {
-    "scheduled_new_reqs": "prompts",
-    "has_structured_output_requests": "structured output",
-    "pending_structured_output_tokens": "structured output",
-    "kv_cache_block_copies": "prompts",
-}
+_REASONS = {"scheduled_new_reqs": "prompts", "kv_cache_block_copies": "prompts"}
 
 
 def why_engine_is_not_steady(runner: Any) -> str | None:
@@ -158,18 +161,20 @@ pipeline stages (which have no step graph) somewhat later. Workers that nobody a
 
 
 class OutputBuffers:
-    """CPU memory for the tokens of the last steps, in turn.
+    """CPU memory for the tokens of the last steps, in turn, and for what they report.
 
     Args:
         max_num_rows: of a step.
+        num_words: of a row's ``ReportRecord``; 0 without reports.
         device: where the tokens are.
     """
 
-    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+    def __init__(self, max_num_rows: int, num_words: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._buffers = [
             (
                 torch.empty(max_num_rows, 1, dtype=torch.int64, pin_memory=is_cuda),
+                torch.empty(max_num_rows, num_words, dtype=torch.int64, pin_memory=is_cuda),
                 # As vLLM's: a thread that waits sleeps, rather than holding a lock of the driver.
                 torch.cuda.Event(blocking=True) if is_cuda else None,
             )
@@ -177,67 +182,71 @@ class OutputBuffers:
         ]
         self._num_steps = 0
 
-    def copy(self, tokens: torch.Tensor, request_ids: list[str], index_of: dict[str, int]) -> SteadyOutput:
-        """Start to copy the tokens of one step, [R] int64, after what has been launched so far.
+    def copy(self, batch: ArmedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> SteadyOutput:
+        """Start to copy the tokens of one step, [R] int64, after what has been launched so far, and its record.
 
-        The copy is on the stream of the steps: the next one overwrites ``tokens`` only after it.
+        The copies are on the stream of the steps: the next one overwrites ``tokens`` only after them.
         """
-        step, num_rows = self._num_steps, len(request_ids)
+        step, num_rows = self._num_steps, len(batch.request_ids)
         self._num_steps += 1
-        on_cpu, event = self._buffers[step % NUM_BUFFERS]
+        on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
         on_cpu[:num_rows].copy_(tokens[:num_rows].view(-1, 1), non_blocking=True)
+        if record is not None:
+            record_on_cpu[:num_rows].copy_(record[:num_rows], non_blocking=True)
         if event is not None:
             event.record()
-        return SteadyOutput(self, step, request_ids, index_of)
+        return SteadyOutput(self, step, batch)
 
-    def read(self, step: int, num_rows: int) -> list[list[int]]:
-        """Wait for a step, counted from 0, and return a list for each row, with its token.
+    def read(self, step: int, num_rows: int) -> tuple[list[list[int]], NDArray[np.int64]]:
+        """Wait for a step, counted from 0; return a list for each row, with its token, and its record, if it has one.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
         """
-        on_cpu, event = self._buffers[step % NUM_BUFFERS]
+        on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
         if event is not None:
             event.synchronize()
         tokens: list[list[int]] = on_cpu[:num_rows].tolist()
+        record = record_on_cpu[:num_rows].numpy()
         if self._num_steps > step + NUM_BUFFERS:
             raise IntegrityError(
                 f"step graph: tokens of step {step} were asked for after {self._num_steps} steps, and "
                 f"{NUM_BUFFERS} are kept"
             )
-        return tokens
+        return tokens, record
 
 
 class SteadyOutput(AsyncModelRunnerOutput):
-    """What a replayed step returns to vLLM: one token per request.
+    """What a replayed step returns to vLLM: one token per request, and log-probabilities if any request wants them.
 
     Args:
         buffers: that hold the tokens.
         step: as ``OutputBuffers`` counts.
-        request_ids: in the order of the rows; shared between steps, as ``index_of`` is.
-        index_of: request id to row.
+        batch: of the step; its lists are shared between steps.
     """
 
-    def __init__(
-        self, buffers: OutputBuffers, step: int, request_ids: list[str], index_of: dict[str, int]
-    ) -> None:
-        self._buffers, self._step = buffers, step
-        self._request_ids, self._index_of = request_ids, index_of
+    def __init__(self, buffers: OutputBuffers, step: int, batch: ArmedBatch) -> None:
+        self._buffers, self._step, self._batch = buffers, step, batch
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, and return its tokens."""
-        tokens = self._buffers.read(self._step, len(self._request_ids))
-        return ModelRunnerOutput(
-            req_ids=self._request_ids, req_id_to_index=self._index_of, sampled_token_ids=tokens
+        batch = self._batch
+        tokens, record = self._buffers.read(self._step, len(batch.request_ids))
+        output = ModelRunnerOutput(
+            req_ids=batch.request_ids, req_id_to_index=batch.index_of, sampled_token_ids=tokens
         )
+        if batch.num_logprobs is not None:
+            # A copy: a later step writes to this memory, perhaps before the front end has been told.
+            output.logprobs = ReportRecord.read(record.copy(), batch.num_logprobs)
+        return output
 
     def get_kv_connector_output(self) -> None:
         """Return None: steps with a KV connector are vLLM's. Asked for from vLLM 0.33 on."""
         return
 
 
-Part = tuple[str, int]
-"""``begin``, or an end, ``greedy`` or ``drawn``; and the number of rows."""
+End = tuple[str, int]
+"""``greedy``, ``drawn`` or ``processed``; and the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -245,8 +254,12 @@ class ArmedBatch:
     """The requests that the graphs' rows belong to now."""
 
     request_ids: list[str]
-    kind: str
-    """``greedy`` or ``drawn``."""
+    end: str
+    """Of steps without structured output."""
+    draws: bool
+    """Whether some request is not greedy."""
+    num_logprobs: int | None
+    """Most likely tokens that a request wants at most; None if no request wants log-probabilities."""
     desc: Any
     """vLLM's ``BatchExecutionDescriptor``."""
     slots: dict[str, int]
@@ -279,9 +292,19 @@ class SteadySteps:
         self._inputs = _inputs_of(runner, most)
         self._groups = _groups_of(runner)
         self._copies_of_computed_tokens = _copies_of_computed_tokens(runner)
-        self._buffers = OutputBuffers(most, device)
-        self._graphs = CapturedGraphs[Part](self._compute, capture_error_mode="thread_local")
+        self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
+        parts: tuple[Callable[[End, Any], Any], ...] = (self._end,)
+        num_words = 0
+        if self._replayed is not None:
+            self._processors = self._replayed.whole_steps(most)
+            self._masks = GrammarMasks(most, runner.vocab_size, device)
+            self._record = ReportRecord(most, runner.vocab_size, device)
+            parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
+        self._ends = CapturedGraphs[End](*parts, capture_error_mode="thread_local")
+        self._buffers = OutputBuffers(most, num_words, device)
         self._armed: ArmedBatch | None = None
+        # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
+        self._waiting: ArmedBatch | None = None
         self._pending: SteadyOutput | None = None
         self._padded_rows = 0
         self._names_of_weights = [name for name, _ in runner.model.lm_head.named_parameters(recurse=False)]
@@ -291,7 +314,7 @@ class SteadySteps:
         runner.model.compute_logits = self._compute_padded_logits
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture prologue and epilogue of each of vLLM's decode graphs, which were captured on ``stream``."""
+        """Capture prologue and ends of each of vLLM's decode graphs, which were captured on ``stream``."""
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
@@ -301,28 +324,27 @@ class SteadySteps:
             torch.cuda.stream(stream),
             cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
-            self._graphs.capture(self._parts(), pool, stream)
+            self._ends.capture(self._all_ends(), pool, stream)
+            self._begins.capture(self._sizes, pool, stream)
         # Compiled before steps need it.
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: decode steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
             max(self._desc_of, default=0),
-            len(self._parts()),
+            len(self._all_ends()) * (1 if self._replayed is None else 2) + len(self._sizes),
             time.perf_counter() - start,
             num_bytes / (1 << 30),
         )
 
     def _addresses_of_weights(self) -> tuple[int, ...]:
-        """Return where the head's weights are: the epilogues hold these addresses, which vLLM's graphs do not."""
+        """Return where the head's weights are: the ends hold these addresses, which vLLM's graphs do not."""
         head = self._runner.model.lm_head
         return tuple(getattr(head, name).data_ptr() for name in self._names_of_weights)
 
-    def _parts(self) -> list[Part]:
-        most_drawn = 0 if self._replayed is None else self._replayed.graphs.max_rows
-        ends = [("greedy", size) for size in self._sizes]
-        ends += [("drawn", size) for size in self._sizes if size <= most_drawn]
-        return [*ends, *(("begin", size) for size in self._sizes)]
+    def _all_ends(self) -> list[End]:
+        kinds = ("greedy",) if self._replayed is None else ("processed", "greedy", "drawn")
+        return [(kind, size) for kind in kinds for size in self._sizes]
 
     def launch(self, output: SchedulerOutput) -> bool:
         """Run a step if it is steady; else return False, having changed nothing but the count of such steps.
@@ -330,14 +352,21 @@ class SteadySteps:
         Raises:
             IntegrityError: nobody asked for the tokens of the step before.
         """
-        if self._pending is not None:
+        if self._pending is not None or self._waiting is not None:
             raise IntegrityError("step graph: the step before was never asked for its tokens")
         batch = why_step_is_not_steady(output) or self._prepare(output)
         if isinstance(batch, str):
             STEPS.count_vllm(batch)
             self._armed = None
             return False
-        self._replay(batch)
+        self._replay_layers(batch)
+        if output.has_structured_output_requests:
+            self._waiting = batch
+            return True
+        if batch.end == "processed":
+            # Masks that a step before has left.
+            self._masks.upload(None, batch.index_of)
+        self._replay_end(batch, batch.end)
         return True
 
     def _prepare(self, output: SchedulerOutput) -> ArmedBatch | str:
@@ -347,6 +376,8 @@ class SteadySteps:
         """
         if self._addresses_of_weights() != self._weights_at:
             return "a head whose weights have moved"
+        if output.has_structured_output_requests and self._replayed is None:
+            return "structured output without Rose's sampler"
         cached, batch = output.scheduled_cached_reqs, self._armed
         is_changed = bool(output.finished_req_ids or output.preempted_req_ids)
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
@@ -359,10 +390,9 @@ class SteadySteps:
         slot_of = self._runner.req_states.req_id_to_index
         slots = {request_id: slot_of[request_id] for request_id in request_ids}
         slot_array = np.fromiter(slots.values(), np.int64, len(slots))
-        draws = bool(self._temperatures[slot_array].any())
         if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
             return "prompts"
-        if (reason := self._why_sampling_is_not_steady(slot_array, desc.num_tokens, draws=draws)) is not None:
+        if (reason := self._why_vllm_samples(slot_array)) is not None:
             return reason
         # What vLLM does with a scheduler output before it looks at the step's tokens.
         runner = self._runner
@@ -376,36 +406,52 @@ class SteadySteps:
         # torch keeps pinned memory until the copy has run.
         self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
         index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._armed = ArmedBatch(request_ids, "drawn" if draws else "greedy", desc, slots, index_of)
+        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        draws = bool(self._temperatures[slot_array].any())
+        is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
+        self._armed = ArmedBatch(
+            request_ids,
+            end="processed" if is_processed else "drawn" if draws else "greedy",
+            draws=draws,
+            num_logprobs=None if logprobs is None else logprobs[0],
+            desc=desc,
+            slots=slots,
+            index_of=index_of,
+        )
         return self._armed
 
-    def _why_sampling_is_not_steady(
-        self, slots: NDArray[np.int64], num_rows: int, *, draws: bool
-    ) -> str | None:
-        """Return why vLLM samples the tokens of requests; None if an epilogue of ``num_rows`` can.
+    def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
+        """Return why the tokens of requests are vLLM's to sample; None if an end can."""
+        logprobs = self._sampler.get_logprobs_dims(slots)
+        if self._replayed is not None:
+            return None if logprobs is None else why_graphs_do_not_report(self._sampler, *logprobs)
+        reasons = {
+            "log-probabilities without Rose's sampler": logprobs is not None,
+            "random draws by vLLM's sampler": self._temperatures[slots].any(),
+            "logits processors without Rose's sampler": self._sampler.needs_logits_processing[slots].any(),
+        }
+        return first_reason(reasons)
+
+    def take_output(self, grammar_output: Any) -> SteadyOutput | None:
+        """Return the output of the step that was launched last; None if that step was vLLM's.
 
         Args:
-            draws: whether some of them are not greedy.
-        """
-        if self._sampler.get_logprobs_dims(slots) is not None:
-            return "log-probabilities"
-        if not draws:
-            is_changed, max_rows = self._sampler.needs_logits_processing, num_rows
-        elif self._replayed is None:
-            return "random draws by vLLM's sampler"
-        else:
-            is_changed, max_rows = self._replayed.is_changed, self._replayed.graphs.max_rows
-        if is_changed[slots].any():
-            return "penalties and other logits processors"
-        return "more random draws than graphs take" if num_rows > max_rows else None
+            grammar_output: vLLM's masks for a step with structured output; None if no request has any.
 
-    def take_output(self) -> SteadyOutput | None:
-        """Return the output of the step that was launched last; None if that step was vLLM's."""
+        Raises:
+            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+        """
+        if self._waiting is not None:
+            batch, self._waiting = self._waiting, None
+            self._masks.upload(grammar_output, batch.index_of)
+            self._replay_end(batch, "processed")
+        elif self._pending is not None and grammar_output is not None:
+            raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
         output, self._pending = self._pending, None
         return output
 
     def note_vllm_step(self) -> None:
-        """Let vLLM's next product of a decode-only step have as many rows as the epilogue's."""
+        """Let vLLM's next product of a decode-only step have as many rows as an end's."""
         self._padded_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
@@ -460,38 +506,59 @@ class SteadySteps:
         writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
 
-    def _replay(self, batch: ArmedBatch) -> None:
+    def _replay_layers(self, batch: ArmedBatch) -> None:
         tables, num_rows = self._runner.block_tables, batch.desc.num_tokens
         if hasattr(tables, "_num_dirty_rows"):
             # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
             tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
-        self._graphs.run(("begin", num_rows))
+        self._begins.run(num_rows)
         self._manager.run_fullgraph(batch.desc)
-        self._graphs.run((batch.kind, num_rows))
-        self._pending = self._buffers.copy(self._tokens, batch.request_ids, batch.index_of)
+
+    def _replay_end(self, batch: ArmedBatch, end: str) -> None:
+        has_report = batch.num_logprobs is not None
+        self._ends.run((end, batch.desc.num_tokens), 2 if has_report else 1)
+        self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
         STEPS.count_rose()
-        if batch.kind == "drawn":
+        if batch.draws:
             SAMPLES.count_rose(len(batch.request_ids))
 
-    def _compute(self, part: Part, _: None) -> None:
-        """Run one part of a step; captured once per part."""
-        name, size = part
-        slots = self._slots[:size]
-        if name == "begin":
-            padding_slot = self._runner.max_num_reqs
-            begin_steady_decode(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
-            for written, copy in self._copies_of_computed_tokens:
-                copy[:size].copy_(written[:size])
-            return
+    def _begin(self, size: int, _: None) -> None:
+        """Write the inputs of a step."""
+        slots, padding_slot = self._slots[:size], self._runner.max_num_reqs
+        begin_steady_decode(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
+        for written, copy in self._copies_of_computed_tokens:
+            copy[:size].copy_(written[:size])
+
+    def _end(self, end: End, _: None) -> torch.Tensor:
+        """Sample a step and append its tokens; return the logits, [R, V], of which log-probabilities are reported."""
+        kind, size = end
         logits = self._compute_logits(self._manager.hidden_states[:size])
         tokens = self._tokens[:size]
-        if name == "greedy":
+        if kind == "greedy":
             tokens.copy_(logits.argmax(dim=-1))
         else:
             assert self._replayed is not None
+            if kind == "processed":
+                self._masks.apply(logits)
+            process = self._process if kind == "processed" else None
             positions, request_slots = self._inputs.positions[:size], self._inputs.request_slots[:size]
-            tokens.copy_(self._replayed.graphs.compute(logits, request_slots, positions))
-        end_steady_decode(slots, tokens, self._state)
+            self._replayed.graphs.compute(logits, request_slots, positions, tokens, process)
+        end_steady_decode(self._slots[:size], tokens, self._state)
+        return logits
+
+    def _process(self, logits: torch.Tensor, rows: slice) -> None:
+        inputs = self._inputs
+        self._processors.apply(
+            logits, inputs.request_slots[rows], inputs.positions[rows], inputs.input_ids[rows]
+        )
+
+    def _report(self, end: End, logits: torch.Tensor) -> None:
+        """Report the tokens that a step has sampled from ``logits``."""
+        assert self._replayed is not None
+        _, size = end
+        num_logprobs = self._replayed.graphs.parameters["num_logprobs"]
+        of_rows = num_logprobs.index_select(0, self._inputs.request_slots[:size])
+        self._record.write(logits, self._tokens[:size], of_rows)
 
 
 def _decode_graphs(manager: Any, max_num_reqs: int) -> dict[int, Any]:
@@ -621,10 +688,8 @@ def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
         if steps is not None:
-            output = steps.take_output()
+            output = steps.take_output(grammar_output)
             if output is not None:
-                if grammar_output is not None:
-                    raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
                 return output
             steps.note_vllm_step()
         return original(self, grammar_output)
@@ -661,7 +726,7 @@ def _spread_samples(manager: Any) -> Iterator[None]:
 
 @contextmanager
 def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[None]:
-    """Let activations of vLLM's graphs lie where an epilogue's logits lie later in the step.
+    """Let activations of vLLM's graphs lie where an end's logits lie later in the step.
 
     Graphs find memory of others in their pool only where both were captured on one stream. Logits are the largest
     tensor of a step, so they go first: activations find room in theirs, but not the other way round.

@@ -95,3 +95,25 @@ def test_quick_profile_inside_vllm(backend: str, tmp_path: Path) -> None:
         assert step["idle_us"] == pytest.approx(step["step_us"] - step["busy_us"])
         called = {each["function"].partition("(")[2]: each for each in step["host"]}
         assert called["execute_model)"]["calls"] >= 1
+
+
+def test_quick_comparison_of_request_kinds(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = tmp_path / "kinds.json"
+    kinds = ["5 log-probabilities", "JSON schema"]
+    arguments = ["--quick", "--shape", "qwen3-0.6b", "--batches", "2", "--kinds", *kinds, "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vllm_request_kinds", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    scenes = ["plain", *kinds, *(f"one of 2: {kind}" for kind in kinds)]
+    assert [row["scene"] for row in rows] == 2 * scenes
+    assert {row["backend"] for row in rows} == {"rose-in-vllm", "vllm"}
+    assert all(row["num_requests"] == 2 and row["step_ms"] > 0 for row in rows)
+    for scene in scenes:
+        assert scene in done.stdout

@@ -57,7 +57,14 @@ def llama_8b_shape(tmp_path: Path) -> Path:
 
 
 def params_of(rng: np.random.Generator) -> SamplingParams:
-    kind = rng.integers(4)
+    kind = rng.integers(9)
+    others: list[dict[str, Any]] = [
+        {"logprobs": int(rng.integers(21))},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.2},
+        {"min_tokens": 5, "stop_token_ids": [7, 8, 9]},
+        {"logit_bias": {5: 4.0, 7: -3.0}},
+        {"allowed_token_ids": [20, 30, 40], "logprobs": 2},
+    ]
     return SamplingParams(
         temperature=0.0 if kind == 0 else 0.8,
         top_k=20 if kind == 2 else 0,
@@ -66,6 +73,7 @@ def params_of(rng: np.random.Generator) -> SamplingParams:
         max_tokens=int(rng.integers(1, 40)),
         ignore_eos=True,
         detokenize=False,
+        **(others[kind - 4] if kind >= 4 else {}),
     )
 
 

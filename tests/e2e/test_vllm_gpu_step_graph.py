@@ -37,6 +37,8 @@ from tests.support.vllm_engines import (
 
 pytestmark = pytest.mark.gpu
 
+REPLAYED_BUT_FOR = {"prompts", "no tokens", "more requests than full graphs of decodes take"}
+"""Reasons for steps of vLLM's, whatever requests ask for."""
 NUM_REQUESTS = int(os.environ.get("ROSE_STEP_GRAPH_REQUESTS", "1000"))
 NUM_STEPS = int(os.environ.get("ROSE_STEP_GRAPH_STEPS", "2000"))
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -140,10 +142,10 @@ def set_rule_of_worker(_: Any, rule: str) -> int:
 
 
 def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingParams]:
-    """Greedy and drawn requests, and every kind that makes a step vLLM's, with many ends.
+    """Greedy and drawn requests, and every kind that asks for more than a draw, with many ends.
 
     Args:
-        one_in: how many requests have one that is not plain: steps with none of those are replayed.
+        one_in: how many requests have one that is not plain.
     """
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -155,6 +157,10 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.0, "n": 3} | {"temperature": 0.7},
         {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
         {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.9, "frequency_penalty": 0.7, "logprobs": 20},
+        {"temperature": 0.0, "logit_bias": {5: 4.0, 7: -3.0, 11: -100.0}, "logprobs": 0},
+        {"temperature": 0.7, "allowed_token_ids": list(range(3, 300, 7)), "top_p": 0.8},
+        {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": list(range(0, VOCAB_SIZE, 10))},
     ]
     params = []
     for index in range(num_requests):
@@ -187,7 +193,8 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
 ) -> None:
     prompts = parity_prompts(VOCAB_SIZE)[:60]
     params = params_of_every_kind(len(prompts))
-    answers = []
+    answers: list[Any] = []
+    STEPS.vllm.clear()
     # Few blocks: requests are preempted and come back. Prefix hits end inside blocks, so blocks are cloned.
     options: dict[str, Any] = {} if dtype == "half" else {"dtype": dtype}
     with make_replaying(model, num_gpu_blocks_override=scaled_blocks(model, 500), **options) as llm:
@@ -201,6 +208,7 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
             answers.append(said(generate(llm, prompts, params)))
             assert (STEPS.rose > before) == (wanted is not is_never), STEPS
         manager_of(llm).check_integrity()
+    assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
@@ -273,6 +281,7 @@ def test_requests_that_come_and_go_get_the_same_answers(
 ) -> None:
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
     answers = []
+    STEPS.vllm.clear()
     with make_replaying(model, num_gpu_blocks_override=scaled_blocks(model, 400)) as llm:
         check_groups(llm, model)
         for wanted in (is_never, lambda _: True, is_random(3)):
@@ -284,6 +293,7 @@ def test_requests_that_come_and_go_get_the_same_answers(
         manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
+    assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR
     assert len(answers[0]) > 0.9 * NUM_REQUESTS
     for others in answers[1:]:
         different = [name for name, answer in others.items() if answer != answers[0].get(name)]
@@ -367,7 +377,7 @@ def test_windows_let_go_of_blocks_while_steps_are_replayed(
 
 
 def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams]]:
-    """Return requests whose steps may be replayed, and those of every kind that makes a step vLLM's."""
+    """Return plain requests, and those of every kind that asks for more than a draw."""
     plain: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
@@ -384,6 +394,10 @@ def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams
         {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 2},
         {"temperature": 0.0, "logit_bias": {5: 4.0, 7: -3.0}},
         {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
+        {
+            **{"temperature": 0.8, "logprobs": 2, "repetition_penalty": 1.2},
+            "structured_outputs": StructuredOutputsParams(regex="[a-e]{2,9}"),
+        },
     ]
 
     def params_of(kinds: list[dict[str, Any]], longest: int) -> list[SamplingParams]:

@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
+from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.models import decoder
@@ -243,7 +243,8 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
     assert model._layers[0].qkv.packed is not None
     missing = [source for source in launched if source not in ahead]
     assert not missing, missing
-    assert {source.name for source in ahead if source not in launched} <= set(SAMPLER_KERNELS)
+    sampling = {*SAMPLER_KERNELS, *REPORT_KERNELS, *MASK_KERNELS}
+    assert {source.name for source in ahead if source not in launched} <= sampling
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)

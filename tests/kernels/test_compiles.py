@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rose_backend.kernels.arguments import CACHE_DTYPE
+from rose_backend.kernels.arguments import CACHE_DTYPE, LogprobReport
 from rose_backend.kernels.decode_step import steady_decode
 from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.kv import cache_writes
@@ -181,6 +181,28 @@ def test_sampler(capability: int) -> None:
     assert len(launches) == 2
     for recorded in launches:
         compile_launch(overlapped(recorded, capability), capability)
+
+
+@compiles("_summarize_kernel", "_report_kernel")
+def test_reports(capability: int) -> None:
+    tokens, counts = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    for dtype in (torch.float32, *HALF_DTYPES):
+        logits = torch.zeros(2, 151_936, dtype=dtype)
+        report = LogprobReport(torch.zeros(2, 21, dtype=torch.int64), torch.zeros(2, 21), tokens)
+        with record_launches(sampler, "_summarize_kernel", "_report_kernel") as launches:
+            sampler.report_logprobs(logits, tokens, counts, report)
+        assert len(launches) == 2
+        for recorded in launches:
+            assert compile_launch(recorded, capability).spill_bytes == 0
+
+
+@compiles("_mask_kernel")
+def test_masks(capability: int) -> None:
+    bitmask, mask_rows = torch.zeros(2, 4748, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for dtype in (torch.float32, *HALF_DTYPES):
+        with record_launches(sampler, "_mask_kernel") as launches:
+            sampler.mask_logits(torch.zeros(2, 151_936, dtype=dtype), bitmask, mask_rows)
+        assert compile_launch(launches[0], capability).spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

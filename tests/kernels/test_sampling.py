@@ -13,8 +13,10 @@ import triton.language as tl
 from rose_backend import kernels
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
+from rose_backend.kernels.arguments import LogprobReport
 from rose_backend.kernels.sampling import reference
 from rose_backend.kernels.sampling import sampler as gpu
+from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs
 from rose_backend.kernels.sampling.reference import (
     GREEDY_TEMPERATURE,
     exponential_noise,
@@ -22,7 +24,14 @@ from rose_backend.kernels.sampling.reference import (
     token_bits,
     vocabulary_bits,
 )
-from tests.support.implementations import GPU, INTERPRETER, REFERENCE, Implementation, kernels_only
+from tests.support.implementations import (
+    GPU,
+    INTERPRETER,
+    REFERENCE,
+    Implementation,
+    each_dtype,
+    kernels_only,
+)
 from tests.support.sampling_cases import (
     beyond_every_range,
     chosen_rows,
@@ -196,6 +205,123 @@ def test_logprobs_are_the_models_own() -> None:
         for exact in (expected.sort(descending=True).values[:, :3], expected.gather(1, output.top_token_ids)):
             torch.testing.assert_close(output.top_logprobs.double(), exact, rtol=0, atol=1e-5)
         assert (output.top_logprobs.diff(dim=1) <= 0).all()
+
+
+def new_report(num_rows: int, num_logprobs: int, device: str) -> LogprobReport:
+    """Return views of one poisoned record per row, as graphs have them."""
+    record = torch.full((num_rows, 3 * num_logprobs + 8), -77, dtype=torch.int64, device=device)
+    values = record[:, num_logprobs + 2 :].view(torch.float32)[:, : num_logprobs + 1]
+    return LogprobReport(record[:, : num_logprobs + 1], values, record[:, num_logprobs + 1])
+
+
+def report_of_interpreter(*args: Any, columns: int, group: int) -> LogprobReport:
+    gpu._COLUMNS, gpu._MIN_GROUP = columns, group
+    *inputs, num_logprobs = args
+    report = new_report(len(inputs[0]), num_logprobs, "cpu")
+    report_logprobs(*inputs, report)
+    return report
+
+
+def report(
+    call: Implementation, logits: torch.Tensor, tokens: torch.Tensor, counts: list[int], num_logprobs: int
+) -> LogprobReport:
+    inputs = [each.to(call.device) for each in (logits, tokens, torch.tensor(counts, dtype=torch.int32))]
+    if call is INTERPRETER:
+        return call(report_of_interpreter, *inputs, num_logprobs, columns=16, group=4)
+    written = new_report(len(logits), num_logprobs, call.device)
+    report_logprobs(*inputs, written)
+    return LogprobReport(*(each.cpu() for each in written))
+
+
+@each_dtype
+@pytest.mark.parametrize(("vocab_size", "num_logprobs"), [(67, 0), (67, 20), (1009, 5), (21, 20)])
+def test_reports_of_tokens_chosen_elsewhere(
+    implementation: Implementation, dtype: torch.dtype, vocab_size: int, num_logprobs: int
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size + num_logprobs)
+    # Coarse values: many ties. Masked tokens, of which one is the chosen one in row 1.
+    logits = (torch.randn(7, vocab_size, generator=generator) * 4).round().to(dtype) / 2
+    logits[1:3, ::2] = float("-inf")
+    wide = torch.full((7, vocab_size + 13), float("nan"), dtype=dtype)
+    wide[:, :vocab_size] = logits
+    tokens = torch.tensor([0, 2, 3, vocab_size - 1, int(logits[4].argmax()), 5, 6])
+    counts = [num_logprobs, num_logprobs, min(1, num_logprobs), 0, num_logprobs, -1, num_logprobs]
+    written = report(implementation, wide[:, :vocab_size], tokens, counts, num_logprobs)
+    exact = logits.double().log_softmax(-1)
+    for row, count in enumerate(counts):
+        ids, logprobs, rank = (each[row] for each in written)
+        if count < 0:
+            assert bool((ids == -77).all()) and int(rank) == -77
+            continue
+        assert int(ids[0]) == int(tokens[row]) and not ids[count + 1 :].any()
+        most_likely = ids[1 : count + 1]
+        assert torch.equal(logits[row, most_likely], logits[row].float().topk(count).values.to(dtype))
+        assert len(set(most_likely.tolist())) == count
+        asked = exact[row, ids[: count + 1]].float()
+        torch.testing.assert_close(logprobs[: count + 1], asked, rtol=0, atol=2e-6)
+        assert bool((logprobs[count + 1 :] == float("-inf")).all())
+        assert int(rank) == int((logits[row] >= logits[row, tokens[row]]).sum())
+
+
+@pytest.mark.gpu
+def test_reports_of_large_vocabularies_and_of_rows_past_two_to_the_31() -> None:
+    for vocab_size in (50_257, 151_936, 300_001):
+        num_rows = 33
+        logits = (torch.randn(num_rows, vocab_size) * 5).bfloat16()
+        tokens = torch.randint(vocab_size, (num_rows,))
+        actual, expected = (report(call, logits, tokens, [20] * num_rows, 20) for call in (GPU, REFERENCE))
+        assert torch.equal(*(logits.gather(1, each.token_ids) for each in (actual, expected)))
+        assert torch.equal(actual.ranks, expected.ranks)
+        assert all(len(set(row)) == 20 for row in actual.token_ids[:, 1:].tolist())
+        torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    vocab_size, num_rows = 151_936, 14_200
+    logits = torch.zeros(num_rows, vocab_size, dtype=torch.float16, device="cuda")
+    logits[-1] = torch.arange(vocab_size, device="cuda") % 1000
+    written = new_report(num_rows, 2, "cuda")
+    counts = torch.full((num_rows,), -1, dtype=torch.int32, device="cuda")
+    counts[-1] = 2
+    report_logprobs(logits, torch.full((num_rows,), 5, device="cuda"), counts, written)
+    assert (written.token_ids[-1] % 1000).tolist() == [5, 999, 999]
+    assert int(written.ranks[-1]) == int((logits[-1] >= 5).sum())
+
+
+def test_reports_of_the_wrong_shape_are_named() -> None:
+    logits, tokens, counts = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), torch.zeros(2).int()
+    with pytest.raises(ShapeError, match="expected 1 to V \\+ 1=6 columns, got 8"):
+        report_logprobs(logits, tokens, counts, new_report(2, 7, "cpu"))
+    with pytest.raises(ShapeError, match="logits: expected dtype"):
+        report_logprobs(logits.double(), tokens, counts, new_report(2, 2, "cpu"))
+    report_logprobs(logits[:0], tokens[:0], counts[:0], new_report(0, 2, "cpu"))
+
+
+@each_dtype
+@pytest.mark.parametrize("vocab_size", [31, 67, 5000])
+def test_masks_leave_allowed_tokens_and_other_rows(
+    implementation: Implementation, dtype: torch.dtype, vocab_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    wide = torch.randn(5, vocab_size + 3, generator=generator).to(dtype)
+    allowed = torch.rand(3, vocab_size, generator=generator) < 0.3
+    words = torch.zeros(3, -(-vocab_size // 32), dtype=torch.int64)
+    for mask, token in allowed.nonzero().tolist():
+        words[mask, token // 32] |= 1 << token % 32
+    bitmask = ((words + (1 << 31)) % (1 << 32) - (1 << 31)).int()  # the highest bit is the sign
+    mask_rows, expected = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32), wide.clone()
+    for row, mask in enumerate(mask_rows.tolist()):
+        if mask >= 0:
+            expected[row, :vocab_size][~allowed[mask]] = float("-inf")
+    device = implementation.device
+    written = wide.to(device)
+    implementation(mask_logits, written[:, :vocab_size], bitmask.to(device), mask_rows.to(device))
+    assert torch.equal(written.cpu(), expected)
+
+
+def test_masks_of_the_wrong_shape_are_named() -> None:
+    logits, mask_rows = torch.zeros(2, 65), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="bitmask: expected 3 words for V=65, got 2"):
+        mask_logits(logits, torch.zeros(2, 2, dtype=torch.int32), mask_rows)
+    with pytest.raises(ShapeError, match="expected a last stride of 1"):
+        mask_logits(torch.zeros(65, 2).T, torch.zeros(2, 3, dtype=torch.int32), mask_rows)
 
 
 def test_logprobs_on_request_only(implementation: Implementation) -> None:

@@ -39,12 +39,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched import async_scheduler, utils
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -52,10 +52,15 @@ from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -65,11 +70,12 @@ from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionImpl,
     RoseAttentionMetadataBuilder,
 )
+from rose_backend.vllm_plugin.captured_processors import SAMPLING_PARAMETERS
 from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
-from rose_backend.vllm_plugin.sampler import PARAMETERS, ReplayedSampling, RoseDraws, RoseTopKTopP
+from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
@@ -308,10 +314,69 @@ def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> 
     assert "needs_processing |= self.thinking_budget_state.add_request(" in source
     for function in (apply_temperature, apply_min_p):
         assert len(inspect.signature(function).parameters) == 3, function.__name__
-    for name in PARAMETERS:
-        assert f"self.{name} = UvaBackedTensor(" in inspect.getsource(SamplingStates), name
+    for name in SAMPLING_PARAMETERS:
+        makes = "np.empty(" if name == "num_logprobs" else "UvaBackedTensor("
+        assert f"self.{name} = {makes}" in inspect.getsource(SamplingStates), name
     assert_accepts(RoseTopKTopP.__call__, TopKTopPSampler.forward_native, "TopKTopPSampler.forward")
     inspect.signature(apply_top_k_top_p).bind("logits", "k", "p")
+
+
+def test_processors_that_graphs_hold_take_the_same_arguments_and_keep_the_same_state() -> None:
+    rows, drafts = ["logits", "expanded_idx_mapping"], ["expanded_local_pos"]
+    committed = ["all_token_ids", "total_len"]
+    expected = {
+        apply_logit_bias: [
+            *(*rows, "pos", "num_allowed_token_ids", "allowed_token_ids", "num_logit_bias"),
+            *("logit_bias_token_ids", "logit_bias", "min_lens", "num_stop_token_ids"),
+            *("restore_when_all_masked", "stop_token_ids", "check_all_masked_rows"),
+        ],
+        apply_penalties: [
+            *(*rows, "token_ids", *drafts, "repetition_penalty", "frequency_penalty", "presence_penalty"),
+            *("prompt_bin_mask", "output_bin_counts"),
+        ],
+        apply_bad_words: [
+            *(*rows, "bad_word_token_ids", "bad_word_offsets", "num_bad_words", "all_token_ids"),
+            *("prompt_len", "total_len", "input_ids", *drafts, "max_num_bad_words"),
+        ],
+        apply_thinking_budget: [
+            *("logits", "req_ids", "expanded_idx_mapping", "thinking_token_budget", *committed, "input_ids"),
+            *(*drafts, "cached_last_start", "cached_last_end", "cached_scan_pos"),
+            *(f"{each}_token_ids" for each in ("reasoning_start", "natural_reasoning_end", "reasoning_end")),
+        ],
+        compute_topk_scores: [
+            *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
+            *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
+        ],
+    }
+    for function, parameters in expected.items():
+        assert list(inspect.signature(function).parameters) == parameters, function.__name__
+    # In this order, and nothing else; each tells for every request whether it changes its logits.
+    source = inspect.getsource(Sampler.apply_sampling_params)
+    steps = ("processor.apply(", "thinking_budget_state.apply(", "apply_temperature(", "apply_min_p(")
+    places = [source.index(step) for step in steps]
+    assert places == sorted(places) and source.count(".apply") == len(steps) + source.count(
+        "apply_top_k_top_p("
+    )
+    order = [
+        inspect.getsource(Sampler.__init__).index(f"{name}_state,\n")
+        for name in ("bias", "penalties", "words")
+    ]
+    assert order == sorted(order)
+    moving = {
+        LogitBiasState: ("num_allowed_token_ids", "num_logit_bias", "min_lens", "num_stop_token_ids"),
+        PenaltiesState: ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+        BadWordsState: ("num_bad_words",),
+        ThinkingBudgetState: ("thinking_token_budget",),
+    }
+    for owner, names in moving.items():
+        source = inspect.getsource(owner)
+        assert source.count("UvaBackedTensor(") == len(names) + (owner is LogitBiasState), owner.__name__
+        assert all(f"self.{name} = UvaBackedTensor(" in source for name in names), owner.__name__
+    # What a replayed step's record has in place of the tensors.
+    assert LogprobsLists._fields == (
+        *("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
+    )
+    assert {"structured_output_request_ids", "grammar_bitmask"} <= set(GrammarOutput.__dataclass_fields__)
 
 
 def test_every_kind_of_request_is_known() -> None:

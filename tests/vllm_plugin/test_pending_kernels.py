@@ -22,7 +22,7 @@ from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedL
 from rose_backend.kernels.attention.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.pointwise.elementwise import RotationSizes
-from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
+from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
@@ -39,6 +39,7 @@ from tests.support.vllm_plugin.configs import MakeConfig
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
+SAMPLING_KERNELS = {*SAMPLER_KERNELS, *REPORT_KERNELS, *MASK_KERNELS}
 N_GRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 LAYER_KERNELS = {
     *("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel"),
@@ -91,7 +92,7 @@ def record(make_config: MakeConfig, layer: dict[str, Any] | None = None, **optio
 def test_all_parts_are_recorded(make_config: MakeConfig) -> None:
     dtype = torch.get_default_dtype()
     recorded = record(make_config)
-    assert set(recorded) == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | GPT2_KERNELS
+    assert set(recorded) == ATTENTION_KERNELS | SAMPLING_KERNELS | GPT2_KERNELS
     # One for each length of prompts that prefill attention is tuned for.
     assert recorded["_paged_prefill_kernel"] > 3
     assert torch.get_default_dtype() is dtype
@@ -121,7 +122,7 @@ def test_parts_that_are_off_are_left_out(make_config: MakeConfig) -> None:
     assert set(record(make_config, additional_config={"rose": off})) == ATTENTION_KERNELS
     # Draws are launched where no graph is captured.
     assert set(record(make_config, additional_config={"rose": {"cuda_graph": False}})) == (
-        ATTENTION_KERNELS | GPT2_KERNELS | set(SAMPLER_KERNELS)
+        ATTENTION_KERNELS | GPT2_KERNELS | SAMPLING_KERNELS
     )
 
 
@@ -153,7 +154,7 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
         return sources_of(config, make_layer(config))
 
     sources = recorded()
-    assert {source.name for source in sources} == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | LAYER_KERNELS
+    assert {source.name for source in sources} == ATTENTION_KERNELS | SAMPLING_KERNELS | LAYER_KERNELS
 
     def decode_kinds(sources: list[KernelSource]) -> set[Any]:
         return {kind_of(source) for source in sources if source.name == "_paged_decode_kernel"}
@@ -172,12 +173,12 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     # A rank's products are the library's.
     ranks = {source.name for source in recorded(tensor_parallel_size=2)}
     embedding = {"_embed_tokens_kernel"}
-    assert ranks | embedding == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | LAYER_KERNELS - {
+    assert ranks | embedding == ATTENTION_KERNELS | SAMPLING_KERNELS | LAYER_KERNELS - {
         "small_batch_linear_kernel"
     }
     off = {"fused_add_layernorm": False, "fused_mlp": False}
     assert {source.name for source in recorded(additional_config={"rose": off})} == (
-        ATTENTION_KERNELS | set(SAMPLER_KERNELS)
+        ATTENTION_KERNELS | SAMPLING_KERNELS
     )
 
 

@@ -20,6 +20,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 
 from rose_backend.vllm_plugin import sampler as rose_sampler
+from rose_backend.vllm_plugin.captured_processors import RequestParameters, sampling_arrays
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
@@ -436,17 +437,22 @@ def test_samplers_replay_where_rose_may_draw_for_everybody(
     captured: list[Any] = []
 
     class Graphs:
-        def __init__(self, states: Any) -> None:
-            captured.append(states)
+        def __init__(self, parameters: Any, vocab_size: int) -> None:
+            captured.append(parameters)
             self.is_captured = False
 
         def capture(self) -> None:
             self.is_captured = True
 
     monkeypatch.setattr(rose_sampler, "DrawGraphs", Graphs)
+    monkeypatch.setattr(rose_sampler, "sampling_arrays", lambda states: {"states": states})
+    monkeypatch.setattr(rose_sampler, "processor_arrays", lambda sampler: {"sampler": sampler})
+    monkeypatch.setattr(rose_sampler, "RequestParameters", lambda arrays, device: arrays)
     monkeypatch.setattr(rose_sampler, "captures_draws", lambda config: True)
     sampler = make_v2_sampler()
-    assert isinstance(sampler.sample, ReplayedSampling) and captured == [sampler.sampling_states]
+    assert isinstance(sampler.sample, ReplayedSampling) and captured == [
+        {"states": sampler.sampling_states, "sampler": sampler}
+    ]
     assert sampler.sample.graphs.is_captured
     for options in (OFF, {"speculative_config": n_grams()}, {"custom_logits_processors": ["one"]}):
         assert "sample" not in vars(make_v2_sampler(**options)), options
@@ -477,7 +483,8 @@ def samplers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(min_p, "apply_min_p", apply_min_p)
         monkeypatch.setattr(states, "apply_min_p", apply_min_p)
     replaying, plain = BareSampler(device), BareSampler(device)
-    graphs = DrawGraphs(replaying.sampling_states)
+    arrays = sampling_arrays(replaying.sampling_states)
+    graphs = DrawGraphs(RequestParameters(arrays, torch.device(device)), VOCAB)
     if device == "cuda":
         graphs.capture()
     replaying.sample = ReplayedSampling(replaying, graphs)
@@ -550,8 +557,30 @@ def test_a_whole_steps_graph_draws_the_same_tokens(samplers: Pair, num_rows: int
         # A step before, with more rows: its logits lie where these come to lie.
         draw_both(samplers, list(range(SLOTS)), generator)
         of_rows = (torch.tensor(slots, dtype=torch.int32), torch.tensor(positions))
-        drawn = replaying.sample.graphs.compute(logits, *(each.to(plain.device) for each in of_rows))
+        drawn = torch.full((num_rows,), -7, device=plain.device)
+        replaying.sample.graphs.compute(logits, *(each.to(plain.device) for each in of_rows), drawn)
         assert drawn.tolist() == expected.tolist() and torch.equal(logits, kept)
+
+
+def test_a_step_with_more_rows_than_fit_is_drawn_in_parts(
+    samplers: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying, plain = samplers
+    for slot in range(SLOTS):
+        add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(SLOTS, VOCAB, generator=generator) * 3).to(plain.device, LOGITS_DTYPE)
+    slots, positions = torch.arange(SLOTS, dtype=torch.int32), torch.arange(SLOTS) + 5
+    expected = plain.step(logits, slots.tolist(), positions.tolist())
+    replaying.apply_staged_writes()
+    monkeypatch.setattr(rose_sampler, "MAX_LOGITS_BYTES", 4 * VOCAB * 17)
+    graphs = DrawGraphs(replaying.sample.graphs.parameters, VOCAB)
+    assert graphs.max_rows == 17
+    processed: list[tuple[int, int]] = []
+    drawn = torch.full((SLOTS,), -7, device=plain.device)
+    of_rows = (slots.to(plain.device), positions.to(plain.device))
+    graphs.compute(logits, *of_rows, drawn, lambda own, rows: processed.append((rows.start, rows.stop)))
+    assert drawn.tolist() == expected.tolist() and processed == [(0, 16), (16, SLOTS)]
 
 
 def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:

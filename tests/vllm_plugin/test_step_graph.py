@@ -29,6 +29,7 @@ from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import (
     FIELDS_OF_PROMPTS,
     NUM_BUFFERS,
@@ -57,8 +58,8 @@ WIDTH = MAX_LEN // BLOCK_SIZE
 
 def run(steps: SteadySteps, output: SchedulerOutput) -> list[int]:
     assert steps.launch(output), STEPS
-    result = steps.take_output()
-    assert result is not None and steps.take_output() is None
+    result = steps.take_output(None)
+    assert result is not None and steps.take_output(None) is None
     told = result.get_output()
     assert told.req_ids == output.scheduled_cached_reqs.req_ids
     assert [told.req_id_to_index[each] for each in told.req_ids] == list(range(len(told.req_ids)))
@@ -125,7 +126,7 @@ def test_another_step_in_between_disarms(runner: Runner) -> None:
     assert run(steps, requests.step()) == requests.expect()
     prompts = make_output(list(requests.tokens), [4, 5])
     prompts.scheduled_new_reqs = [object()]  # type: ignore[list-item]
-    assert not steps.launch(prompts) and steps.take_output() is None
+    assert not steps.launch(prompts) and steps.take_output(None) is None
     states = runner.req_states
     # vLLM's step moves the second request to another slot.
     old, new = states.req_id_to_index["request 1"], states.free.pop()
@@ -198,9 +199,9 @@ def test_what_a_request_wants_decides(runner: Runner) -> None:
     slot, sampler = runner.req_states.req_id_to_index["request 0"], runner.sampler
     output = make_output(["request 0"], [3])
     for reason, array, value in (
-        ("log-probabilities", sampler.sampling_states.num_logprobs, 2),
+        ("log-probabilities without Rose's sampler", sampler.sampling_states.num_logprobs, 2),
         ("random draws by vLLM's sampler", sampler.sampling_states.temperature.np, 0.7),
-        ("penalties and other logits processors", sampler.needs_logits_processing, True),
+        ("logits processors without Rose's sampler", sampler.needs_logits_processing, True),
         ("prompts", runner.req_states.prefill_len.np, 4),
     ):
         count, kept = STEPS.vllm.get(reason, 0), array[slot]
@@ -208,7 +209,152 @@ def test_what_a_request_wants_decides(runner: Runner) -> None:
         assert not steps.launch(output)
         assert STEPS.vllm[reason] == count + 1
         array[slot] = kept
+    output.has_structured_output_requests = True
+    assert not steps.launch(output)
+    assert STEPS.vllm["structured output without Rose's sampler"] > 0
+    output.has_structured_output_requests = False
     assert steps.launch(output)
+
+
+class Processors:
+    """In the place of vLLM's: a slot's logits are moved on by as many tokens as ``shifts`` says."""
+
+    def __init__(self) -> None:
+        self.shifts = [0] * (MAX_REQS + 1)
+
+    def apply(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        assert len(logits) == len(slots) == len(positions) == len(ids)
+        for row, slot in enumerate(slots.tolist()):
+            logits[row] = logits[row].roll(self.shifts[slot])
+
+
+class Draws:
+    """In the place of ``DrawGraphs``: the largest logit, and three rows at a time."""
+
+    def __init__(self) -> None:
+        self.parameters = {"num_logprobs": torch.full((MAX_REQS + 1,), -1, dtype=torch.int32)}
+
+    def compute(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        process: Any,
+    ) -> None:
+        for start in range(0, len(logits), 3):
+            rows = slice(start, min(start + 3, len(logits)))
+            own = logits[rows].clone()
+            if process is not None:
+                process(own, rows)
+            tokens[rows] = own.argmax(-1)
+
+
+class SamplingRunner(Runner):
+    """With Rose's sampler: all that steps sample is replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processors, self.draws = Processors(), Draws()
+        replayed = object.__new__(ReplayedSampling)
+        replayed.graphs = self.draws  # type: ignore[assignment]
+        replayed.is_changed = np.zeros(MAX_REQS, bool)
+        replayed.whole_steps = lambda max_num_rows: self.processors  # type: ignore[method-assign, assignment, return-value]
+        self.replayed = self.sampler.sample = replayed
+        self.sampler.logprobs_mode = "raw_logprobs"
+
+    def process(self, slot: int, shift: int) -> None:
+        self.replayed.is_changed[slot], self.processors.shifts[slot] = bool(shift), shift
+
+    def report(self, slot: int, num_logprobs: int) -> None:
+        self.sampler.sampling_states.num_logprobs[slot] = num_logprobs
+        self.draws.parameters["num_logprobs"][slot] = num_logprobs
+
+
+def grammar_of(allowed: dict[str, list[int]]) -> Any:
+    words = [[sum(1 << token for token in tokens)] for tokens in allowed.values()]
+    return SimpleNamespace(
+        structured_output_request_ids=[*allowed], grammar_bitmask=np.array(words, np.int32)
+    )
+
+
+def test_any_mix_of_requests_is_sampled_in_replayed_steps() -> None:
+    runner, choose = SamplingRunner(), random.Random(3)
+    steps, requests, states = SteadySteps(runner), Requests(runner), runner.req_states
+    num_replayed, ends = STEPS.rose, set()
+    for _ in range(300):
+        if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
+            requests.add(choose.randrange(1, 20))
+            slot = states.req_id_to_index[f"request {requests.count - 1}"]
+            is_plain = choose.random() < 0.6
+            runner.process(slot, 0 if is_plain else choose.choice([0, 3]))
+            runner.report(slot, -1 if is_plain else choose.choice([-1, 0, 2]))
+            runner.sampler.sampling_states.temperature.np[slot] = 0 if is_plain else choose.choice([0, 0.7])
+        for request_id in list(requests.tokens):
+            if len(requests.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.08:
+                requests.end(request_id)
+        if not requests.tokens:
+            continue
+        output, natural = requests.step(), requests.expect()
+        ids, grammar = list(requests.tokens), None
+        slots = [states.req_id_to_index[request_id] for request_id in ids]
+        allowed = {
+            request_id: choose.sample(range(VOCAB_SIZE), 5)
+            for request_id in choose.sample(ids, len(ids))
+            if choose.random() < 0.3
+        }
+        output.has_structured_output_requests = choose.random() < 0.4
+        if output.has_structured_output_requests and allowed:
+            grammar = grammar_of(allowed)
+        before = states.total_len.gpu.clone()
+        assert steps.launch(output)
+        if output.has_structured_output_requests:
+            # The masks are made meanwhile.
+            assert torch.equal(states.total_len.gpu, before)
+        told = steps.take_output(grammar)
+        assert told is not None
+        ends.add(steps._armed.end if steps._armed and grammar is None else "with masks")
+        result = told.get_output()
+        for row, (request_id, slot) in enumerate(zip(ids, slots, strict=True)):
+            logits = torch.nn.functional.one_hot(torch.tensor(natural[row]), VOCAB_SIZE).float()
+            if grammar is not None and request_id in allowed:
+                mask = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+                mask[allowed[request_id]] = False
+                logits[mask] = float("-inf")
+            token = int(logits.roll(runner.processors.shifts[slot]).argmax())
+            requests.tokens[request_id][-1] = token
+            assert result.sampled_token_ids[row] == [token] == [int(states.last_sampled_tokens[slot])]
+            if (count := int(runner.sampler.sampling_states.num_logprobs[slot])) >= 0:
+                lists = result.logprobs.slice_request(row, 1)
+                ids = lists.logprob_token_ids[0, : count + 1].tolist()
+                assert ids[0] == token and len(set(ids[1:])) == count
+                assert torch.equal(logits[ids[1:]], logits.topk(count).values)
+                expected = logits.log_softmax(-1)[ids]
+                torch.testing.assert_close(torch.tensor(lists.logprobs[0, : count + 1]), expected)
+                assert lists.sampled_token_ranks[0] == int((logits >= logits[token]).sum())
+        if (runner.sampler.sampling_states.num_logprobs[slots] < 0).all():
+            assert result.logprobs is None
+    assert STEPS.rose - num_replayed > 100 and ends == {"greedy", "drawn", "processed", "with masks"}
+
+
+def test_masks_come_for_steps_that_wait_for_them() -> None:
+    runner = SamplingRunner()
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    assert steps.launch(requests.step())
+    with pytest.raises(IntegrityError, match="sampled without"):
+        steps.take_output(grammar_of({"request 0": [1]}))
+    assert steps.take_output(None) is not None
+    requests.expect()
+    output = requests.step()
+    output.has_structured_output_requests = True
+    assert steps.launch(output)
+    with pytest.raises(IntegrityError, match="never asked"):
+        steps.launch(output)
+    with pytest.raises(IntegrityError, match="request 7, which has no row"):
+        steps.take_output(grammar_of({"request 7": [1]}))
 
 
 def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
@@ -234,7 +380,7 @@ def test_outputs_may_be_read_late(runner: Runner) -> None:
     outputs, expected = [], []
     for _ in range(5):
         assert steps.launch(requests.step())
-        outputs.append(steps.take_output())
+        outputs.append(steps.take_output(None))
         expected.append(requests.expect())
     assert [[t for (t,) in each.get_output().sampled_token_ids] for each in outputs] == expected
 
@@ -245,7 +391,7 @@ def test_tokens_that_a_later_step_has_overwritten_are_an_error(runner: Runner) -
     outputs = []
     for _ in range(NUM_BUFFERS + 1):
         assert steps.launch(requests.step())
-        outputs.append(steps.take_output())
+        outputs.append(steps.take_output(None))
         requests.expect()
     assert len(outputs[1].get_output().sampled_token_ids) == 1
     with pytest.raises(IntegrityError, match="step 0 were asked for after 9 steps"):
@@ -376,7 +522,7 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     launched, outputs = [], ["output"]
     steps = SimpleNamespace(
         launch=lambda output: launched.append(output) or output == "steady",
-        take_output=lambda: outputs.pop() if outputs else None,
+        take_output=lambda grammar: outputs.pop() if outputs else None,
         note_vllm_step=lambda: launched.append("noted"),
     )
     execute = step_graph.wrap_execute_model(hooked.method("execute", "vLLM's"))
@@ -391,9 +537,6 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched == ["steady", "other"]
     assert sample(hooked, None) == "output"
     assert sample(hooked, "grammar") == "vLLM's" and launched[-1] == "noted"
-    outputs.append("output")
-    with pytest.raises(IntegrityError, match="grammar"):
-        sample(hooked, "grammar")
 
 
 def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:

@@ -8,10 +8,14 @@ import torch
 
 import rose_backend.kernels.sampling.reference as reference
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import SampleOutput, SamplingTensors, check_tensors
+from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors, check_tensors
 
 SAMPLER_KERNELS = ("_choose_kernel", "_scan_kernel")
 """All that ``sample`` launches on a GPU."""
+REPORT_KERNELS = ("_report_kernel", "_summarize_kernel")
+"""All that ``report_logprobs`` launches on a GPU."""
+MASK_KERNELS = ("_mask_kernel",)
+"""All that ``mask_logits`` launches on a GPU."""
 
 
 def sample(
@@ -51,6 +55,78 @@ def sample_unfused(
     """
     _check(logits, params)
     return reference.sample_unfused(logits, params)
+
+
+def report_logprobs(
+    logits: torch.Tensor,  # [R, V] float32, float16 or bfloat16
+    token_ids: torch.Tensor,  # [R] int64 in [0, V)
+    num_logprobs: torch.Tensor,  # [R] int32
+    report: LogprobReport,  # written
+) -> None:
+    """Report tokens that were chosen elsewhere: log-softmax of the logits, computed in float32.
+
+    Args:
+        num_logprobs: most likely tokens to report of each row, at most ``K`` of the report; 0 reports the chosen token
+            only. Where a row asks for fewer than ``K``, the other columns are token 0 with minus infinity. A row with
+            a negative number is left as it is, and its logits are not read.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree, or the report has more columns than there are tokens.
+    """
+    sizes = check_tensors(
+        logits=(logits, "R V", _float_dtype(logits)),
+        token_ids=(token_ids, "R", torch.int64),
+        num_logprobs=(num_logprobs, "R", torch.int32),
+        reported_token_ids=(report.token_ids, "R K1", torch.int64),
+        logprobs=(report.logprobs, "R K1", torch.float32),
+        ranks=(report.ranks, "R", torch.int64),
+    )
+    if not 1 <= sizes["K1"] <= sizes["V"] + 1:
+        raise ShapeError(f"report: expected 1 to V + 1={sizes['V'] + 1} columns, got {sizes['K1']}")
+    if logits.is_cuda:
+        from rose_backend.kernels.sampling.sampler import report_logprobs as launch
+
+        launch(logits, token_ids, num_logprobs, report)
+    else:
+        reference.report_logprobs(logits, token_ids, num_logprobs, report)
+
+
+def mask_logits(
+    logits: torch.Tensor,  # [R, V] float32, float16 or bfloat16  written
+    bitmask: torch.Tensor,  # [N, V / 32, rounded up] int32
+    mask_rows: torch.Tensor,  # [R] int32 below N
+) -> None:
+    """Set the logits of tokens that a row's mask does not allow to minus infinity.
+
+    Args:
+        logits: with neighboring tokens beside each other.
+        bitmask: bit ``i % 32`` of word ``i // 32`` allows token ``i``, as in xgrammar.
+        mask_rows: of the bitmask, for each row; -1 leaves a row as it is.
+
+    Raises:
+        ShapeError: shapes, dtypes or strides disagree.
+    """
+    sizes = check_tensors(
+        logits=(logits, "R V", _float_dtype(logits)),
+        bitmask=(bitmask, "N W", torch.int32),
+        mask_rows=(mask_rows, "R", torch.int32),
+    )
+    if sizes["W"] != -(-sizes["V"] // 32):
+        raise ShapeError(
+            f"bitmask: expected {-(-sizes['V'] // 32)} words for V={sizes['V']}, got {sizes['W']}"
+        )
+    if logits.stride(1) != 1 or bitmask.stride(1) != 1:
+        raise ShapeError("logits and bitmask: expected a last stride of 1")
+    if logits.is_cuda:
+        from rose_backend.kernels.sampling.sampler import mask_logits as launch
+
+        launch(logits, bitmask, mask_rows)
+    else:
+        reference.mask_logits(logits, bitmask, mask_rows)
+
+
+def _float_dtype(logits: torch.Tensor) -> torch.dtype:
+    return logits.dtype if logits.dtype in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def _implementation(logits: torch.Tensor) -> ModuleType:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
+from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors
 
 # Tensors without dimensions, which work with tensors on any device: a Python number would be wrapped into one at each
 # of some hundred operations.
@@ -404,6 +404,36 @@ def _report(
     top = logits.topk(params.num_logprobs, dim=-1)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
     return SampleOutput(reported, chosen.squeeze(1), top.values - normaliser, top.indices)
+
+
+def report_logprobs(
+    logits: torch.Tensor,  # [R, V]
+    token_ids: torch.Tensor,  # [R] int64
+    num_logprobs: torch.Tensor,  # [R] int32
+    report: LogprobReport,  # written
+) -> None:
+    """Reference of ``rose_backend.kernels.sampling.ops.report_logprobs``."""
+    for row in (num_logprobs >= 0).nonzero()[:, 0].tolist():
+        values = logits[row].float()
+        token_id, count = token_ids[row], min(int(num_logprobs[row]), report.token_ids.shape[1] - 1)
+        most_likely = values.topk(count).indices
+        columns = torch.cat((token_id[None], most_likely))
+        report.token_ids[row], report.logprobs[row] = 0, _MINUS_INFINITY
+        report.token_ids[row, : count + 1] = columns
+        report.logprobs[row, : count + 1] = values[columns] - values.logsumexp(dim=-1)
+        report.ranks[row] = (values >= values[token_id]).sum()
+
+
+def mask_logits(
+    logits: torch.Tensor,  # [R, V]  written
+    bitmask: torch.Tensor,  # [N, V / 32] int32
+    mask_rows: torch.Tensor,  # [R] int32
+) -> None:
+    """Reference of ``rose_backend.kernels.sampling.ops.mask_logits``."""
+    tokens = torch.arange(logits.shape[1])
+    for row in (mask_rows >= 0).nonzero()[:, 0].tolist():
+        is_allowed = bitmask[mask_rows[row], tokens // 32] >> (tokens % 32) & 1
+        logits[row].masked_fill_(is_allowed == 0, _MINUS_INFINITY)
 
 
 def sample_unfused(

@@ -1,13 +1,13 @@
 """Choosing the next token of every row in two launches that never sort.
 
-The vocabulary is divided into slices, and slices into groups of ``GROUP`` tokens (see ``choose_winner``).
+The vocabulary is divided into slices, and slices into groups of ``GROUP`` tokens (see below).
 
 1. One program per row and slice reads the logits once. It writes the largest score of each group; for rows without
-   top-k and min-p the slice's winner, a Gumbel-max draw (see ``choose_winner``), and if they have top-p its weight.
+   top-k and min-p the slice's winner, a Gumbel-max draw (see below), and if they have top-p its weight.
 2. One program per row. Without filters the best of the slices' winners is the token. Else a lowest score is known: the
    ``k`` largest scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the best of the
    winners, or nothing after it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
-   top-k are compared with each other (see ``choose_winner``), no more than ``MAX_CANDIDATES`` are searched in
+   top-k are compared with each other (see below), no more than ``MAX_CANDIDATES`` are searched in
    registers. Else top-p is asked whether it keeps the drawn token, and if not one before it is drawn: each round
    rejects a token and everything after it. With top-p 0.9 nine of ten rows need no second round.
 
@@ -33,12 +33,14 @@ time and is as fast as there are few instructions: no searches, no unrolled loop
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
+from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.tuning.measured import constants
 
@@ -704,7 +706,7 @@ def _key_of(source, token, vocab_size):
 @triton.jit
 def report_top_logits(
     group_keys,  # of logits, not of scores
-    logits_ptr,  # [V]
+    logits_ptr,  # [V], any float type
     normaliser,
     logprobs_ptr,  # [K]  written
     tokens_ptr,  # [K]  written
@@ -723,7 +725,7 @@ def report_top_logits(
         key = tl.max(keys)
         group = tl.min(tl.where(keys == key, groups, NO_TOKEN))
         tokens = group_tokens(group, tl.arange(0, GROUP), GROUP, COLUMNS)
-        logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=MINUS_INFINITY)
+        logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=MINUS_INFINITY).to(tl.float32)
         members = tl.where(tokens < vocab_size, ordered_key(logits), gone)
         is_new = (group != last_group) | (key != last_key) | (tokens > last_token)
         token = tl.min(tl.where((members == key) & is_new, tokens, NO_TOKEN))
@@ -944,6 +946,7 @@ def _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE: tl.constexpr):
 
 @triton.jit
 def _logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
+    """Return the row's log of the sum of exp(value), float32, from what ``_store_mass`` has written."""
     slices = tl.arange(0, SLICE_TILE)
     largest = tl.load(
         masses_ptr + row * (2 * num_slices) + slices, mask=slices < num_slices, other=MINUS_INFINITY
@@ -951,6 +954,29 @@ def _logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
     row_max = tl.max(largest)
     total = _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE)
     return row_max + tl.log(total.to(tl.float32))
+
+
+class _VocabularySlices(NamedTuple):
+    """How a vocabulary is cut."""
+
+    group: int
+    """Tokens of a group."""
+    columns: int
+    """Groups of a slice."""
+    num_slices: int
+
+    @property
+    def num_groups(self) -> int:
+        """Of all slices."""
+        return self.num_slices * self.columns
+
+
+def _vocabulary_slices(vocab_size: int) -> _VocabularySlices:
+    """Return how a vocabulary is cut: as few tokens to a group as programs can hold the maxima of."""
+    group = _MIN_GROUP
+    while vocab_size > group * _MAX_GROUPS:
+        group *= 2
+    return _VocabularySlices(group, _COLUMNS, triton.cdiv(vocab_size, group * _COLUMNS))
 
 
 def sample(
@@ -981,11 +1007,8 @@ def _launch(
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
-    group = _MIN_GROUP
-    while vocab_size > group * _MAX_GROUPS:
-        group *= 2
-    num_slices = triton.cdiv(vocab_size, group * _COLUMNS)
-    num_groups = num_slices * _COLUMNS
+    cut = _vocabulary_slices(vocab_size)
+    num_slices, num_groups = cut.num_slices, cut.num_groups
 
     def scratch(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
@@ -1009,8 +1032,8 @@ def _launch(
     options = {
         "vocab_size": vocab_size,
         "num_slices": num_slices,
-        "GROUP": group,
-        "COLUMNS": _COLUMNS,
+        "GROUP": cut.group,
+        "COLUMNS": cut.columns,
         "PDL": has_dependent_launch(logits.device),
         "launch_pdl": has_dependent_launch(logits.device),
         # Fused products would round penalties differently from the reference.
@@ -1055,3 +1078,196 @@ def _adjustments(
         params.frequency_penalty,
     )
     return penalties, biases
+
+
+# Reports of tokens that were chosen elsewhere. One program per row and slice reads the logits once: the largest of each
+# group, the slice's share of the normalizer, and how many tokens are at least as likely as the chosen one. One program
+# per row puts them together.
+
+
+@triton.jit(do_not_specialize=["logits_stride", "vocab_size", "num_slices"])
+def _summarize_kernel(
+    logits_ptr,  # [R, V]
+    logits_stride,
+    token_ids_ptr,  # [R]
+    num_logprobs_ptr,  # [R]
+    maxima_ptr,  # [R, num_slices * COLUMNS]  written: largest logit of each group
+    masses_ptr,  # [R, 2, num_slices]  written: see _store_mass
+    counts_ptr,  # [R, num_slices]  written: tokens at least as likely as the chosen one
+    vocab_size,
+    num_slices,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0) // num_slices).to(tl.int64)
+    slice_index = tl.program_id(0) % num_slices
+    if tl.load(num_logprobs_ptr + row) >= 0:
+        logits_ptr += row * logits_stride
+        tokens = tile_tokens(slice_index, GROUP, COLUMNS)
+        valid = tokens < vocab_size
+        logits = tl.load(logits_ptr + tokens, mask=valid, other=MINUS_INFINITY).to(tl.float32)
+        chosen = tl.load(logits_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
+        groups = (row * num_slices + slice_index) * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(maxima_ptr + groups, largest_of_groups(logits))
+        _store_mass(logits, masses_ptr + row * (2 * num_slices) + slice_index, num_slices)
+        is_as_likely = ((logits >= chosen) & valid).to(tl.int32)
+        tl.store(counts_ptr + row * num_slices + slice_index, tl.sum(is_as_likely))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logits_stride",
+        "ids_stride",
+        "logprobs_stride",
+        "ranks_stride",
+        "vocab_size",
+        "num_slices",
+        "max_num_logprobs",
+    ]
+)
+def _report_kernel(
+    logits_ptr,  # [R, V]
+    logits_stride,
+    token_ids_ptr,  # [R]
+    num_logprobs_ptr,  # [R]
+    maxima_ptr,  # [R, num_slices * COLUMNS]
+    masses_ptr,  # [R, 2, num_slices]
+    counts_ptr,  # [R, num_slices]
+    reported_ids_ptr,  # [R, 1 + K]  written
+    ids_stride,
+    logprobs_ptr,  # [R, 1 + K]  written
+    logprobs_stride,
+    ranks_ptr,  # [R]  written
+    ranks_stride,
+    vocab_size,
+    num_slices,
+    max_num_logprobs,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    REPORT_TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    num_logprobs = tl.minimum(tl.load(num_logprobs_ptr + row), max_num_logprobs)
+    if num_logprobs >= 0:
+        logits_ptr += row * logits_stride
+        reported_ids_ptr += row * ids_stride
+        logprobs_ptr += row * logprobs_stride
+        slice_tile: tl.constexpr = GROUP_TILE // COLUMNS
+        normalizer = _logsumexp(masses_ptr, row, num_slices, slice_tile)
+        token = tl.load(token_ids_ptr + row)
+        slices = tl.arange(0, slice_tile)
+        counts = tl.load(counts_ptr + row * num_slices + slices, mask=slices < num_slices, other=0)
+        tl.store(ranks_ptr + row * ranks_stride, tl.sum(counts).to(tl.int64))
+        # Columns that a row has not asked for hold a token, too: front ends look all of them up.
+        columns = tl.arange(0, REPORT_TILE)
+        is_unused = (columns > num_logprobs) & (columns <= max_num_logprobs)
+        tl.store(reported_ids_ptr + columns, tl.zeros_like(columns).to(tl.int64), mask=is_unused)
+        tl.store(logprobs_ptr + columns, tl.zeros_like(columns) + MINUS_INFINITY, mask=is_unused)
+        tl.store(reported_ids_ptr, token)
+        tl.store(logprobs_ptr, tl.load(logits_ptr + token).to(tl.float32) - normalizer)
+        groups = tl.arange(0, GROUP_TILE)
+        maxima = tl.load(
+            maxima_ptr + row * (num_slices * COLUMNS) + groups,
+            mask=groups < num_slices * COLUMNS,
+            other=MINUS_INFINITY,
+        )
+        report_top_logits(
+            ordered_key(maxima), logits_ptr, normalizer, logprobs_ptr + 1, reported_ids_ptr + 1,
+            num_logprobs, vocab_size, GROUP, COLUMNS,
+        )  # fmt: skip
+
+
+def report_logprobs(
+    logits: torch.Tensor,  # [R, V]
+    token_ids: torch.Tensor,  # [R] int64
+    num_logprobs: torch.Tensor,  # [R] int32
+    report: LogprobReport,  # written
+) -> None:
+    """``rose_backend.kernels.sampling.ops.report_logprobs`` on a GPU."""
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    cut = _vocabulary_slices(vocab_size)
+
+    def scratch(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
+
+    inputs = (
+        logits,
+        logits.stride(0),
+        token_ids,
+        num_logprobs,
+        scratch(cut.num_groups),
+        scratch(2 * cut.num_slices),
+        scratch(cut.num_slices, torch.int32),
+    )
+    options = {
+        "vocab_size": vocab_size,
+        "num_slices": cut.num_slices,
+        "GROUP": cut.group,
+        "COLUMNS": cut.columns,
+    }
+    _summarize_kernel[(num_rows * cut.num_slices,)](*inputs, **options, num_warps=_SCAN_WARPS)
+    max_num_logprobs = report.token_ids.shape[1] - 1
+    _report_kernel[(num_rows,)](
+        *inputs,
+        report.token_ids,
+        report.token_ids.stride(0),
+        report.logprobs,
+        report.logprobs.stride(0),
+        report.ranks,
+        report.ranks.stride(0),
+        max_num_logprobs=max_num_logprobs,
+        **options,
+        GROUP_TILE=triton.next_power_of_2(cut.num_groups),
+        REPORT_TILE=triton.next_power_of_2(max_num_logprobs + 1),
+        num_warps=_CHOOSE_WARPS,
+    )
+
+
+# Masks of allowed tokens.
+
+_MASK_BLOCK = 4096
+_WORD_BITS = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["logits_stride", "bitmask_stride", "vocab_size"])
+def _mask_kernel(
+    logits_ptr,  # [R, V]  written
+    logits_stride,
+    bitmask_ptr,  # [N, V / 32]
+    bitmask_stride,
+    mask_rows_ptr,  # [R]
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    mask_row = tl.load(mask_rows_ptr + row).to(tl.int64)
+    if mask_row >= 0:
+        words = tl.program_id(1) * (BLOCK // _WORD_BITS) + tl.arange(0, BLOCK // _WORD_BITS)
+        bits = tl.arange(0, _WORD_BITS)
+        is_word = words * _WORD_BITS < vocab_size
+        word = tl.load(bitmask_ptr + mask_row * bitmask_stride + words, mask=is_word, other=0)
+        tokens = words[:, None] * _WORD_BITS + bits[None, :]
+        is_forbidden = ((word[:, None] >> bits[None, :]) & 1) == 0
+        tl.store(
+            logits_ptr + row * logits_stride + tokens,
+            MINUS_INFINITY,
+            mask=is_forbidden & (tokens < vocab_size),
+        )
+
+
+def mask_logits(
+    logits: torch.Tensor,  # [R, V]  written
+    bitmask: torch.Tensor,  # [N, V / 32] int32
+    mask_rows: torch.Tensor,  # [R] int32
+) -> None:
+    """``rose_backend.kernels.sampling.ops.mask_logits`` on a GPU."""
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
+    _mask_kernel[(num_rows, triton.cdiv(vocab_size, _MASK_BLOCK))](
+        logits, logits.stride(0), bitmask, bitmask.stride(0), mask_rows, vocab_size, BLOCK=_MASK_BLOCK
+    )

@@ -136,8 +136,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if find_unaudited(vllm_config.model_config) is not None:
             apply_patch("prompt_tails_v2" if vllm_config.use_v2_model_runner else "prompt_tails_v1")
         if replays_steps(vllm_config):
-            for name in ("step_graph_capture", "step_graph_execution", "step_graph_sampling"):
-                apply_patch(name)
+            for name in ("capture", "execution", "sampling", "logprobs"):
+                apply_patch(f"step_graph_{name}")
         if not is_recording():
             # No attention layer launches anything before this.
             wait_for_kernels()

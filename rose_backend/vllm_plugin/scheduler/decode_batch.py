@@ -38,7 +38,8 @@ class RequestConstants:
     """Number of output tokens from which the next one is the last."""
     stop_token_ids: frozenset[int | None]
     has_tokens_only: bool
-    """Whether an output carries tokens only: no log-probabilities, no grammar, no session, no trace."""
+    """Whether an output carries tokens only, and log-probabilities of them: no grammar, no session, no trace."""
+    has_logprobs: bool
     has_grammar: bool
 
     @classmethod
@@ -56,13 +57,12 @@ class RequestConstants:
             last_output=max_tokens - 1 - request.num_prompt_tokens,
             stop_token_ids=frozenset((params.eos_token_id, *(params.stop_token_ids or ()))),
             has_tokens_only=(
-                params.logprobs is None
-                and not params.logprob_token_ids
-                and params.repetition_detection is None
+                params.repetition_detection is None
                 and not has_grammar
                 and not request.resumable
                 and request.trace_headers is None
             ),
+            has_logprobs=params.num_logprobs is not None,
             has_grammar=has_grammar,
         )
 
@@ -86,6 +86,11 @@ class FastOutputs:
             for request, each in zip(self._requests, constants, strict=True)
         ]
         self._last_outputs = [each.last_output for each in constants]
+        self._ids_with_logprobs = {
+            request.request_id
+            for request, each in zip(self._requests, constants, strict=True)
+            if each.has_logprobs
+        }
         # The union over all requests: a token in it is left to vLLM, which checks that request's stop tokens.
         self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
         self._clients = {request.client_index for request in self._requests}
@@ -129,6 +134,11 @@ class FastOutputs:
             for request, _, _ in appends:
                 request.update_block_hashes()
         outputs = list(map(EngineCoreOutput, request_ids, sampled))
+        logprobs = model_runner_output.logprobs
+        if logprobs and self._ids_with_logprobs:
+            for output in outputs:
+                if output.request_id in self._ids_with_logprobs:
+                    output.new_logprobs = logprobs.slice_request(index[output.request_id], 1)
         return request_ids, self._by_client(appends, outputs)
 
     def _are_all_usual(

@@ -1,7 +1,7 @@
 """vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's.
 
 Running requests that decode one token each need no decision, so they are scheduled all at once; and sampled tokens
-without side effects (no stop, no log-probabilities) are appended and sent all at once. Everything else takes vLLM's own
+without side effects (no stop, no grammar) are appended and sent all at once. Everything else takes vLLM's own
 code, which then sees the remaining requests only. Steps may switch between the two at any time: the state is vLLM's,
 and always complete.
 """

@@ -127,7 +127,8 @@ class Runner:
         self.cudagraph_manager = Manager(self)
 
     def _logprobs_dims(self, slots: Any) -> Any:
-        return (1, 0) if (self.sampler.sampling_states.num_logprobs[slots] >= 0).any() else None
+        most = int(self.sampler.sampling_states.num_logprobs[slots].max())
+        return None if most < 0 else (most, 0)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.products.append(len(hidden))

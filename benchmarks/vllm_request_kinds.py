@@ -1,0 +1,184 @@
+"""Compare decode steps by what their requests ask for: penalties, log-probabilities, grammars, inside vLLM.
+
+    python -m benchmarks.vllm_request_kinds [--shape qwen3-0.6b] [--batches 1 32 256] [--starts 3] [--quick]
+
+Each start of each backend is a process of its own; backends take turns. It decodes batches in which all requests, or
+one of them, ask for something, and times the engine's steps: scheduling, the model, sampling and what becomes of the
+tokens, without the front end. A ratio is to the plain step of the same start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reports.text import markdown, publish
+from benchmarks.support.checkpoint import checkpoint, model_facts
+from benchmarks.support.cli import at_least, new_parser
+from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
+from benchmarks.support.run_facts import device_name, run_facts
+from benchmarks.support.timing import no_garbage_collection
+from benchmarks.vllm_step_profile import BACKENDS, PROMPT_TOKENS, WARM_UP_STEPS, Engine
+
+PLAIN = "plain"
+SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}}
+KINDS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "bias": {"logit_bias": {token: -2.0 for token in range(300, 330)}},
+    "bad words": {"bad_words": ["he", "she said"]},
+    "min_tokens": {"min_tokens": 4000, "stop_token_ids": [5, 6, 7]},
+    "5 log-probabilities": {"logprobs": 5},
+    "JSON schema": {"structured_outputs": {"json": SCHEMA}},
+    "top-k, top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    "penalties, top-p and log-probabilities": {
+        **{"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 5},
+    },
+}
+"""What a request asks for, besides being greedy."""
+
+
+def sampling_of(kind: str) -> dict[str, Any]:
+    """Return the arguments of a request's ``SamplingParams``."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options: dict[str, Any] = {"temperature": 0.0, **KINDS[kind]}
+    if "structured_outputs" in options:
+        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    return options
+
+
+def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int, num_steps: int) -> float:
+    """Return the median time of a decode step of ``batch`` requests, in milliseconds."""
+    core = engine.engine.engine_core.engine_core
+    ids = engine.add(batch, PROMPT_TOKENS, 4096 - PROMPT_TOKENS - 1, *sampling)
+    times = []
+    with no_garbage_collection():
+        for _ in range(WARM_UP_STEPS + num_steps):
+            start = time.perf_counter()
+            outputs, is_executed = core.step_fn()
+            core.post_step(is_executed)
+            times.append(time.perf_counter() - start)
+    produced = sum(len(each.outputs) for each in (outputs or {}).values())
+    if produced != batch:
+        raise RuntimeError(f"the last step had {produced} requests, not {batch}: some ended before")
+    engine.engine.abort_request(ids)
+    while core.scheduler.has_requests() or core.batch_queue:
+        core.post_step(core.step_fn()[1])
+    return 1e3 * statistics.median(times[WARM_UP_STEPS:])
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the steps of one start of one backend."""
+    rows = []
+    with checkpoint(options.model, options.shape, small=options.quick) as model:
+        engine = Engine(options, model, model_facts(model))
+        for batch in options.batches:
+            plain = sampling_of(PLAIN)
+            scenes = {kind: [sampling_of(kind)] for kind in options.kinds}
+            if batch > 1:
+                scenes |= {
+                    f"one of {batch}: {kind}": [sampling_of(kind), *[plain] * (batch - 1)]
+                    for kind in options.kinds
+                    if kind != PLAIN
+                }
+            for name, sampling in scenes.items():
+                step_ms = time_steps(engine, sampling, batch, options.steps)
+                rows.append({"scene": name, "num_requests": batch, "step_ms": step_ms})
+        engine.close()
+    return rows
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return medians over the starts, and each scene's ratio to the plain step."""
+    backends = report["settings"]["backends"]
+    points: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in report["rows"]:
+        point = points.setdefault((row["scene"], row["num_requests"]), {name: [] for name in backends})
+        point[row["backend"]].append(row["step_ms"])
+    lines = []
+    for (scene, batch), point in points.items():
+        cells = [scene, str(batch)]
+        for name in backends:
+            plain = points[PLAIN, batch][name]
+            ratios = [step / base for step, base in zip(point[name], plain, strict=True)]
+            cells += [f"{statistics.median(point[name]):.3f}", f"{statistics.median(ratios):.2f}"]
+        lines.append(tuple(cells))
+    header = ["requests", "batch"]
+    for name in backends:
+        header += [f"{name}, ms", "x plain"]
+    return markdown(tuple(header), lines)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
+    parser = new_parser(__doc__)
+    number = at_least(1)
+    parser.add_argument("--batches", type=number, nargs="+", help="of decode steps (default: 1 32 256)")
+    parser.add_argument("--steps", type=number, help="that are timed of each scene (default: 96)")
+    parser.add_argument("--starts", type=number, help="of each backend (default: 3)")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one start, in a process of its own
+    add_engine_options(parser, BACKENDS)
+    options = parser.parse_args(arguments)
+    options.kv_cache_tokens = None
+    set_engine_defaults(options, BACKENDS)
+    usual = ([1, 4], 4, 1) if options.quick else ([1, 32, 256], 96, 3)
+    for name, value in zip(("batches", "steps", "starts"), usual, strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.kinds[0] != PLAIN:
+        options.kinds = [PLAIN, *(kind for kind in options.kinds if kind != PLAIN)]
+    return options
+
+
+def run_start(arguments: Sequence[str], backend: str) -> list[dict[str, Any]]:
+    """Return the rows of one start, of a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "rows.json")
+        command = [sys.executable, "-m", "benchmarks.vllm_request_kinds", *arguments]
+        subprocess.run([*command, "--rows", str(path), "--backends", backend], check=True)
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+        return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_options(arguments)
+    if options.rows is not None:
+        (options.backend,) = options.backends
+        options.rows.write_text(json.dumps(measure(options)))
+        return 0
+    rows = []
+    for start in range(options.starts):
+        turn = (
+            options.backends[start % len(options.backends) :]
+            + options.backends[: start % len(options.backends)]
+        )
+        for backend in turn:
+            rows += [{"start": start, "backend": backend, **row} for row in run_start(arguments, backend)]
+    report = {
+        "benchmark": "vllm_request_kinds",
+        **run_facts(),
+        "device": device_name(options.device),
+        "settings": {
+            "model": options.model_name,
+            **chosen(options, "dtype", "max_num_seqs", "steps", "starts", "backends", "quick"),
+        },
+        "rows": rows,
+    }
+    publish(report, table(report), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
