@@ -64,7 +64,9 @@ class V2Sampler:
     """What of vLLM's class is replaced, and how often parameters were copied."""
 
     def __init__(self, vllm_config: Any, custom_logits_processors: Any = ()) -> None:
-        self.sampling_states = SimpleNamespace(temperature=SimpleNamespace(np=np.array([1.0, 0.0, 0.0])))
+        temperatures = SimpleNamespace(np=np.array([1.0, 0.0, 0.0]))
+        self.sampling_states = SimpleNamespace(temperature=temperatures, vocab_size=512)
+        self.req_states = SimpleNamespace(device=torch.device("cpu"))
         self.logits_processors: list[Any] = []
         self.thinking_budget_state = SimpleNamespace(add_request=None)
         self.added: list[tuple[int, Any]] = []
