@@ -93,6 +93,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name, sampling in scenes.items():
                 step_ms = time_steps(engine, sampling, batch, options.steps)
                 rows.append({"scene": name, "num_requests": batch, "step_ms": step_ms})
+                print(
+                    f"{options.backend}: {name}, {batch} requests: {step_ms:.3f} ms",
+                    file=sys.stderr,
+                    flush=True,
+                )
         engine.close()
     return rows
 
