@@ -528,23 +528,48 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
         assert run(llm) == expected != first
 
 
-def test_steps_with_a_grammar_are_vllms(make_engine: MakeEngine, tiny_model_path: Path) -> None:
-    prompts = parity_prompts(VOCAB_SIZE)[:8]
-    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    choice = StructuredOutputsParams(choice=["yes", "no"])
-    bound = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice)
-    params = [bound if index % 3 == 0 else plain for index in range(len(prompts))]
+def test_requests_with_grammars_say_the_same_to_the_bit(
+    make_engine: MakeEngine, replay_when: ReplayWhen
+) -> None:
+    prompts = parity_prompts(VOCAB_SIZE)[:24]
+    grammars = (
+        None,
+        {"choice": ["yes", "no"]},
+        {"regex": "[a-e ]{5,25}"},
+        {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 9}},
+    )
+    extras: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "logprobs": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.4, "min_tokens": 4},
+    )
+    params = [
+        SamplingParams(
+            seed=index,
+            max_tokens=5 + 3 * (index % 9),
+            structured_outputs=grammar and StructuredOutputsParams(**grammar),
+            **extras[index % len(extras)],
+        )
+        for index, grammar in ((index, grammars[index % len(grammars)]) for index in range(len(prompts)))
+    ]
+    answers: list[Any] = []
+    STEPS.vllm.clear()
     with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY) as llm:
-        before = STEPS.vllm.get("structured output", 0)
-        outputs = generate(llm, prompts, params)
-        assert STEPS.vllm.get("structured output", 0) > before
-        alone = generate(llm, prompts, [plain] * len(prompts))
-    for index, (output, free) in enumerate(zip(outputs, alone, strict=True)):
-        if index % 3 == 0:
+        # A grammar that is ready at some time decides at which step its request comes.
+        scheduler_of(llm).structured_output_manager._use_async_grammar_compilation = False
+        for wanted in (is_never, lambda _: True, is_random(6)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.rose
+            outputs = generate(llm, prompts, params)
+            answers.append(said(outputs))
+            assert (STEPS.rose > before) == (wanted is not is_never), STEPS
+    assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR
+    for output, param in zip(outputs, params, strict=True):
+        if param.structured_outputs is not None and param.structured_outputs.choice:
             # The prompt's last bytes may be no whole character yet.
             assert output.outputs[0].text.endswith(("yes", "no"))
-        else:
-            assert output.outputs[0].token_ids == free.outputs[0].token_ids
+    assert answers[1] == answers[0] and answers[2] == answers[0]
 
 
 def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
