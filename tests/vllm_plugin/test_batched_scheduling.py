@@ -144,7 +144,7 @@ CONNECTORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: FakeConnector(share_failing=0.5, share_sent=0.0),
         {"num_stems": 6, "burst": 7, "arrival_rate": 0.125},
     ),
-    "failing, waited for": (lambda: FakeConnector(share_failing=0.5, share_sent=0.0, is_async=False), {}),
+    "failing, waited for": (lambda: FakeConnector(share_failing=0.5, is_async=False), {}),
     "failing meanwhile, events": (lambda: FakeConnector(share_failing=0.5, is_async=True), {}),
     "offloading": (FakeOffloading, {"num_stems": 8}),
 }
