@@ -49,6 +49,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -260,6 +261,19 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
     )
     places = [source.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), dict(zip(parts, places, strict=True))
+
+
+def test_blocks_are_copied_in_steps_without_tokens() -> None:
+    # A checkpoint may be due while all requests wait for their tokens, as with pipeline stages.
+    v1, v2 = gpu_model_runner.GPUModelRunner, model_runner.GPUModelRunner
+    for runner, update, has_no_tokens in (
+        (v1, "_update_states", "if not num_scheduled_tokens:"),
+        (v2, "update_requests", "if scheduler_output.total_num_scheduled_tokens == 0:"),
+    ):
+        assert "copy_kv_cache_blocks_inplace(" in inspect.getsource(getattr(runner, update))
+        source = inspect.getsource(runner.execute_model)
+        places = [source.find(part) for part in (f"self.{update}(scheduler_output)", has_no_tokens)]
+        assert -1 not in places and places == sorted(places), (runner.__module__, places)
 
 
 def test_block_tables_hold_what_steady_steps_write() -> None:

@@ -19,7 +19,7 @@ from rose_backend.scheduling import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.support.vllm_plugin import managers
 from tests.support.vllm_plugin.configs import MakeConfig, n_grams, rose
-from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
+from tests.support.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, expected_output
 from tests.support.vllm_plugin.managers import begin, state_of
 from tests.support.vllm_plugin.simulation import MAX_MODEL_LEN, Simulation, make_request, make_simulation
 from tests.support.vllm_plugin.traffic import Traffic, make_hasher
@@ -111,6 +111,27 @@ def test_a_streaming_session_goes_on_from_its_own_blocks(
     history = [*range(length), *first[:-1], 5, 6, 7]
     assert first == expected_output(list(range(length)), 20)
     assert simulation.outputs["session"][20:] == expected_output(history, 20)
+
+
+def test_a_checkpoint_is_copied_in_a_step_without_tokens(make_config: MakeConfig) -> None:
+    simulation = simulate(
+        make_config, depth=3, is_async=False, windows=(STATE, None), max_num_batched_tokens=96
+    )
+    prompt = list(range(70))
+    simulation.scheduler.add_request(make_request("first", prompt, 9))
+    simulation.step()
+    # Its first token is in flight, and without asynchronous scheduling it waits for it.
+    output = simulation.scheduler.schedule()
+    assert output.total_num_scheduled_tokens == 0 and len(output.kv_cache_block_copies) > 0
+    assert simulation.execute(output) is None
+    second = make_request("second", [*prompt, 1, 2], 5)
+    simulation.scheduler.add_request(second)
+    simulation.step()
+    # The worker compares the state that it starts from with what must be there.
+    assert second.prefill_stats.num_cached_tokens == 64
+    assert second.num_in_flight_tokens == 2
+    simulation.run()
+    assert simulation.outputs["second"] == expected_output([*prompt, 1, 2], 5)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ class FakeConnector(KVConnectorBase_V1):
         self._looked_up: dict[str, tuple[int, bool]] = {}
         self._to_load: list[Transfer] = []
         self._loading: dict[str, Transfer] = {}
+        self._waited_for: dict[str, int] = {}
+        """Last token of each request's last load that a step waits for."""
         self._sending: dict[str, Transfer] = {}
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[int]] = {}
@@ -126,6 +128,7 @@ class FakeConnector(KVConnectorBase_V1):
             self._loading[request.request_id] = load
         else:
             self._to_load.append(load)
+            self._waited_for[request.request_id] = last
         self.counts["async loads" if is_async else "loads"] += 1
         self.counts["failed"] += load.fails
 
@@ -169,7 +172,9 @@ class FakeConnector(KVConnectorBase_V1):
             self.counts["ended while loading"] += 1
             return False, None
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        if request.status == RequestStatus.FINISHED_ERROR or num_tokens <= 0:
+        # Whether a load has failed that a step waits for is known with the token that the step computes behind it.
+        num_loaded = self._waited_for.pop(request.request_id, 0)
+        if request.status == RequestStatus.FINISHED_ERROR or num_tokens <= num_loaded:
             return False, None
         if self._random.random() >= self._share_sent:
             return False, None

@@ -133,9 +133,7 @@ def batching(is_on: bool) -> dict[str, Any]:
 
 def _schedule(side: Simulation) -> Any:
     output = side.scheduler.schedule()
-    connector = side.worker.connector
-    if output.total_num_scheduled_tokens or (connector is not None and connector.is_busy):
-        result = side.worker.run(output, side.scheduler.requests)
+    if (result := side.execute(output)) is not None:
         tokens = np.array([[new[0] if new else -1] for new in result.sampled_token_ids], np.int32)
         tokens = tokens.reshape(-1, 1)
         result.logprobs = LogprobsLists(tokens, -tokens.astype(np.float32), tokens[:, 0])

@@ -51,10 +51,8 @@ class Simulation:
     def step(self) -> None:
         """Schedule and run a step; process the oldest result once ``depth`` steps are in flight."""
         output = self.scheduler.schedule()
-        # Engines also run steps without tokens, so that a connector goes on.
-        connector = self.worker.connector
-        if output.total_num_scheduled_tokens or (connector is not None and connector.is_busy):
-            self.in_flight.append((output, self.worker.run(output, self.scheduler.requests)))
+        if (result := self.execute(output)) is not None:
+            self.in_flight.append((output, result))
             if len(self.in_flight) < self.depth:
                 return
         if self.in_flight:
@@ -65,6 +63,16 @@ class Simulation:
             for result in results.values():
                 for entry in result.outputs:
                     self.outputs.setdefault(entry.request_id, []).extend(entry.new_token_ids)
+
+    def execute(self, output: Any) -> Any:
+        """Run a step; return its result, None if there is nothing in it.
+
+        Engines run steps without tokens, too: blocks are copied, for checkpoints of states, and a connector goes on.
+        """
+        connector = self.worker.connector
+        has_result = output.total_num_scheduled_tokens or (connector is not None and connector.is_busy)
+        result = self.worker.run(output, self.scheduler.requests)
+        return result if has_result else None
 
     def checked_step(self) -> None:
         """Run a step and check the block manager, which releases what has ended when it is asked for."""
@@ -110,7 +118,8 @@ class Simulation:
         run = self.worker.run
 
         def noting(output: Any, requests: Any) -> Any:
-            steps.append(dict(output.num_scheduled_tokens))
+            if output.num_scheduled_tokens:
+                steps.append(dict(output.num_scheduled_tokens))
             return run(output, requests)
 
         self.worker.run = noting  # type: ignore[method-assign]
