@@ -122,9 +122,15 @@ def sites() -> Iterator[Site]:
 
 
 def all_texts() -> set[str]:
-    """Return every string of the sources, whatever it is for."""
-    nodes = (node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return {text for node in nodes if isinstance(node, ast.expr) and (text := text_of(node))}
+    """Return every string of the sources, whatever it is for, and what ``refused(field, reason)`` makes of two."""
+    texts = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.expr) and (text := text_of(node)):
+                texts.add(text)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refused":
+                texts.add(": ".join(text_of(each) or VARIABLE for each in node.args))
+    return texts
 
 
 # Messages of the page

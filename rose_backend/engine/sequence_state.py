@@ -213,7 +213,7 @@ class Batch:
     """
 
     state: SequenceState
-    slots: Int64Array  # [S + D], those that draw after their prompt, and the decode slots
+    slots: Int64Array  # [S + D], those that draw after their prompt, and those that decode
     decode_slots: Int64Array  # [D], the last of them
     generations: Int64Array  # [S + D], when the step was started
     num_cleared: int  # then

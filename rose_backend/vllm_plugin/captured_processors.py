@@ -60,6 +60,7 @@ def processor_arrays(sampler: Any) -> dict[str, NDArray[Any]]:
     arrays = {name: getattr(penalties, name).np for name in _PENALTIES}
     arrays |= {name: getattr(bias, name).np for name in _BIASES}
     arrays["num_bad_words"] = bad_words.num_bad_words.np
+    arrays["prompt_len"] = sampler.req_states.prompt_len.np
     if sampler.thinking_budget_state.enabled:
         arrays["thinking_token_budget"] = sampler.thinking_budget_state.thinking_token_budget.np
     return arrays
@@ -159,7 +160,7 @@ class CapturedProcessors:
             offsets,
             of["num_bad_words"],
             states.all_token_ids.gpu,
-            states.prompt_len.gpu,
+            of["prompt_len"],
             states.total_len.gpu,
             input_ids,
             drafts,
@@ -298,7 +299,7 @@ def why_graphs_do_not_report(sampler: Any, num_logprobs: int, num_token_ids: int
     if num_token_ids:
         return "log-probabilities of given tokens"
     if sampler.logprobs_mode != "raw_logprobs":
-        return f"{sampler.logprobs_mode} in place of log-probabilities"
+        return "another mode of log-probabilities"
     return f"more than {MAX_LOGPROBS} log-probabilities" if num_logprobs > MAX_LOGPROBS else None
 
 

@@ -197,17 +197,19 @@ class OutputBuffers:
             event.record()
         return SteadyOutput(self, step, batch)
 
-    def read(self, step: int, num_rows: int) -> tuple[list[list[int]], NDArray[np.int64]]:
-        """Wait for a step, counted from 0; return a list for each row, with its token, and its record, if it has one.
+    def read(self, step: int, batch: ArmedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
+        """Wait for a step, counted from 0; return a list for each row, with its token, and a copy of what it reports.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
         """
         on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
+        num_rows = len(batch.request_ids)
         if event is not None:
             event.synchronize()
         tokens: list[list[int]] = on_cpu[:num_rows].tolist()
-        record = record_on_cpu[:num_rows].numpy()
+        # A later step writes to this memory, perhaps before the front end has been told.
+        record = None if batch.num_logprobs is None else record_on_cpu[:num_rows].numpy().copy()
         if self._num_steps > step + NUM_BUFFERS:
             raise IntegrityError(
                 f"step graph: tokens of step {step} were asked for after {self._num_steps} steps, and "
@@ -231,13 +233,12 @@ class SteadyOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, and return its tokens."""
         batch = self._batch
-        tokens, record = self._buffers.read(self._step, len(batch.request_ids))
+        tokens, record = self._buffers.read(self._step, batch)
         output = ModelRunnerOutput(
             req_ids=batch.request_ids, req_id_to_index=batch.index_of, sampled_token_ids=tokens
         )
-        if batch.num_logprobs is not None:
-            # A copy: a later step writes to this memory, perhaps before the front end has been told.
-            output.logprobs = ReportRecord.read(record.copy(), batch.num_logprobs)
+        if record is not None and batch.num_logprobs is not None:
+            output.logprobs = ReportRecord.read(record, batch.num_logprobs)
         return output
 
     def get_kv_connector_output(self) -> None:

@@ -61,7 +61,7 @@ def params_of(rng: np.random.Generator) -> SamplingParams:
     others: list[dict[str, Any]] = [
         {"logprobs": int(rng.integers(21))},
         {"repetition_penalty": 1.2, "presence_penalty": 0.2},
-        {"min_tokens": 5, "stop_token_ids": [7, 8, 9]},
+        {"min_tokens": 1, "stop_token_ids": [7, 8, 9]},
         {"logit_bias": {5: 4.0, 7: -3.0}},
         {"allowed_token_ids": [20, 30, 40], "logprobs": 2},
     ]

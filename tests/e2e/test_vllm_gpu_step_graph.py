@@ -141,6 +141,9 @@ def set_rule_of_worker(_: Any, rule: str) -> int:
     return STEPS.rose
 
 
+BAD_WORDS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
+
+
 def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingParams]:
     """Greedy and drawn requests, and every kind that asks for more than a draw, with many ends.
 
@@ -160,6 +163,7 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.9, "frequency_penalty": 0.7, "logprobs": 20},
         {"temperature": 0.0, "logit_bias": {5: 4.0, 7: -3.0, 11: -100.0}, "logprobs": 0},
         {"temperature": 0.7, "allowed_token_ids": list(range(3, 300, 7)), "top_p": 0.8},
+        BAD_WORDS,
         {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": list(range(0, VOCAB_SIZE, 10))},
     ]
     params = []
@@ -167,6 +171,13 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         kind = kinds[index // one_in % len(kinds)] if index % one_in == one_in - 1 else kinds[index % 2]
         options = {"ignore_eos": True, "max_tokens": 3 + 7 * (index % 11), "seed": index, **kind}
         params.append(SamplingParams(**options))
+        if index % one_in == one_in - 1 and index // one_in % len(kinds) == kinds.index(BAD_WORDS):
+            # Of one, two and three tokens.
+            params[-1]._bad_words_token_ids = [
+                *([token] for token in range(0, VOCAB_SIZE, 9)),
+                *([token, token + 1] for token in range(1, 40)),
+                *([token, token, token] for token in range(40, 60)),
+            ][:128]
     return params
 
 

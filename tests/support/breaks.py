@@ -335,7 +335,8 @@ def matched(wanted: Break, candidates: list[Break]) -> Break | None:
     for fields in (("file", "function"), ("function",), ("file",), ()):
         alike = [each for each in candidates if each.is_like(wanted, *fields)]
         if alike and (fields or len(alike) == 1):
-            return alike[0]
+            # A function may have the same line twice.
+            return min(alike, key=lambda each: abs(each.number - wanted.number))
     return None
 
 

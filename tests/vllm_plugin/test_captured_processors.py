@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,8 +92,6 @@ REPLACEMENTS = {
 
 def vllm_sampler() -> Any:
     """Return vLLM's sampler with all of its processors, whose kernels are interpreted: its CPU build has none."""
-    from importlib import import_module
-
     import triton
 
     for name, kernels in KERNELS.items():
@@ -114,7 +117,7 @@ def vllm_sampler() -> Any:
         max_num_reqs=SLOTS,
         vocab_size=VOCAB,
         device=device,
-        prompt_len=buffer(SLOTS),
+        prompt_len=HostTensor(SLOTS, torch.int32),
         prefill_len=buffer(SLOTS),
         total_len=buffer(SLOTS),
         all_token_ids=buffer(SLOTS, MAX_LEN),
@@ -165,9 +168,41 @@ def random_params(choose: random.Random) -> SamplingParams:
     return params
 
 
+OF_A_STEP = {"logits", "expanded_idx_mapping", "req_ids", "pos", "token_ids", "input_ids"}
+"""Arguments of vLLM's functions that a step has in buffers of its own."""
+
+
+@contextmanager
+def held_addresses() -> Iterator[list[tuple[str, int]]]:
+    """Return a list to which calls of vLLM's processors add the other tensors that they are given."""
+    held: list[tuple[str, int]] = []
+
+    def holding(function: Any) -> Any:
+        names = list(inspect.signature(function).parameters)
+
+        def call(*args: Any) -> None:
+            values = zip(names, args, strict=True)
+            held.extend(
+                (name, value.data_ptr())
+                for name, value in values
+                if name not in OF_A_STEP and torch.is_tensor(value)
+            )
+            function(*args)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("logit_bias", "penalties", "bad_words", "thinking_budget"):
+            module = import_module(f"{SAMPLE}.{name}")
+            function = f"apply_{name}"
+            stack.enter_context(mock.patch.object(module, function, holding(getattr(module, function))))
+        yield held
+
+
 def check_random_mixes(seed: int) -> int:
     """Compare steps of random requests with vLLM's; return how many logits its processors have changed."""
     choose, sampler = random.Random(seed), vllm_sampler()
+    held_at_first: list[tuple[str, int]] = []
     all_params: dict[int, SamplingParams] = {}
     requests, num_changed = sampler.req_states, 0
     parameters = RequestParameters(processor_arrays(sampler), torch.device("cpu"))
@@ -183,6 +218,7 @@ def check_random_mixes(seed: int) -> int:
             requests.total_len.np[slot] = length
             all_params[slot] = random_params(choose)
             sampler.add_request(slot, all_params[slot])
+        requests.prompt_len.copy_to_uva()
         sampler.apply_staged_writes()
         parameters.take()
         slots = choose.sample(range(SLOTS), choose.randrange(1, SLOTS + 1))
@@ -203,7 +239,10 @@ def check_random_mixes(seed: int) -> int:
         scans = thinking.cached_last_start, thinking.cached_last_end, thinking.cached_scan_pos
         before = [each.clone() for each in scans]
         actual = logits.clone()
-        processors.apply(actual, rows, positions, input_ids)
+        with held_addresses() as held:
+            processors.apply(actual, rows, positions, input_ids)
+        # A graph goes on to read where it read when it was captured.
+        assert (held_at_first := held_at_first or held) == held
         after = [each.clone() for each in scans]
         for each, value in zip(scans, before, strict=True):
             each.copy_(value)
@@ -291,7 +330,7 @@ def test_reports_are_vllms_and_only_of_samplers_with_a_step_graph() -> None:
         ("raw_logprobs", (MAX_LOGPROBS, 0), None),
         ("raw_logprobs", (MAX_LOGPROBS + 1, 0), "more than 20 log-probabilities"),
         ("raw_logprobs", (0, 3), "log-probabilities of given tokens"),
-        ("processed_logprobs", (2, 0), "processed_logprobs in place of log-probabilities"),
+        ("processed_logprobs", (2, 0), "another mode of log-probabilities"),
     ],
 )
 def test_what_is_not_reported_is_told(mode: str, dims: tuple[int, int], reason: str | None) -> None:

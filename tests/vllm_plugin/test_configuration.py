@@ -93,7 +93,7 @@ def test_the_start_up_line_says_what_is_in_force(
     # The CPU platform switches asynchronous scheduling off.
     assert config.scheduler_config.scheduler_cls == (SCHEDULER_CLASS if is_roses else None)
     # vLLM's manager shares blocks in the step that writes them, so the write must come first.
-    assert appends_in_attention(config, switches) == (is_roses and switches.fused_kv_append)
+    assert appends_in_attention(config) == (is_roses and switches.fused_kv_append)
     assert batches_decode_steps(config) == (is_roses and switches.batched_scheduling and case != "drafts")
     assert config.cache_config.enable_prefix_caching is switches.prefix_cache
     assert config.scheduler_config.enable_chunked_prefill is switches.chunked_prefill

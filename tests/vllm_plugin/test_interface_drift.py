@@ -63,6 +63,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.models.rope import RotaryOptions, rotary_table
@@ -386,6 +387,9 @@ def test_processors_that_graphs_hold_take_the_same_arguments_and_keep_the_same_s
         source = inspect.getsource(owner)
         assert source.count("UvaBackedTensor(") == len(names) + (owner is LogitBiasState), owner.__name__
         assert all(f"self.{name} = UvaBackedTensor(" in source for name in names), owner.__name__
+    source = inspect.getsource(RequestState.__init__)
+    assert source.count("= UvaBackedTensor(") == 2
+    assert all(f"self.{name} = UvaBackedTensor(" in source for name in ("prompt_len", "prefill_len"))
     # What a replayed step's record has in place of the tensors.
     assert LogprobsLists._fields == (
         *("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
@@ -562,7 +566,7 @@ REQUEST_MEMBERS = """
     resumable trace_headers client_index _block_hasher _all_token_ids _output_token_ids update_block_hashes
     sampling_params mm_features has_encoder_inputs
 """
-SAMPLING_MEMBERS = "eos_token_id stop_token_ids logprobs logprob_token_ids repetition_detection"
+SAMPLING_MEMBERS = "eos_token_id stop_token_ids num_logprobs repetition_detection"
 # Outside its loop over requests, ``update_from_output`` reads these of the scheduler: what a steady step reports itself
 # is what is left of it without connectors, errors and stopped requests.
 END_OF_STEP_MEMBERS = """
