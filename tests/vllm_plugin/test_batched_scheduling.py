@@ -109,7 +109,9 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, name: str, dept
         Traffic(seed, **amount, burst=5, kinds=kinds, has_items=has_items, block_hasher=HASHER).run(pair)
     check_what_happened(pair, name, options, has_states)
     # Without placeholders a request waits for its token before it can be scheduled again.
-    assert depth == "pipelined" or pair.num_batched_steps > 3
+    # In short pools with windows some request waits for blocks in nearly every step, which is then split.
+    is_short = name.startswith(("window", "both", "two full groups")) or "tight" in name
+    assert depth == "pipelined" or pair.num_batched_steps > (3 if is_short else 30)
     may_split = depth != "pipelined" and not {"scheduling_policy", "watermark"} & options.keys()
     assert (pair.num_split_steps > 15) == may_split
     assert pair.num_batched_tokens > pair.num_tokens // 3
