@@ -1,12 +1,13 @@
-"""Find the fastest cuts of a decode layer's kernels on this GPU: attention and four products, all together.
+"""Find the fastest tile configurations of a decode layer's kernels on this GPU, attention and four products together.
 
     python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--contexts 144 100-1100]
                                            [--parts attention 4096x1024] [--json FILE]
 
-A kernel's best cut depends on what its neighbours leave free, so each candidate is timed in a CUDA graph of all layers
-of a model with random weights, the other kernels as they are best so far. The search starts with the cuts that are in
-use. Before it is timed, a cut is compiled in one of several processes and its hidden states are compared there, over
-two layers, with those of library products: a cut is left out if they are further from float32 than twice as far.
+A kernel's best tile configuration depends on what its neighbors leave free, so each candidate is timed in a CUDA graph
+of all layers of a model with random weights, with the best known configurations of the other kernels. The search starts
+with those in use. Before it is timed, a configuration is compiled in one of several processes and its hidden states are
+compared there, over two layers, with those of library products: it is dropped if its error against float32 is more than
+twice theirs.
 The fastest ones are printed as rows for ``rose_backend/kernels/tuning/measured.txt``.
 
 Rows of a range of contexts are of lengths drawn from it. What is fastest for equal rows can be slow there: a step waits

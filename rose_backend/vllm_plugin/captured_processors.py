@@ -270,7 +270,7 @@ class ReportRecord:
 
     @staticmethod
     def read(words: NDArray[np.int64], num_logprobs: int) -> Any:
-        """Return vLLM's ``LogprobsLists`` of a record on the CPU, [R, NUM_WORDS], with so many tokens per row."""
+        """Convert a record on the CPU, [R, NUM_WORDS], to vLLM's ``LogprobsLists``, with ``num_logprobs`` per row."""
         from vllm.v1.outputs import LogprobsLists
 
         logprobs = words[:, MAX_LOGPROBS + 2 :].view(np.float32)

@@ -46,11 +46,11 @@ _STEP_MULTIPLIER = 0x9E3779B97F4A7C15
 _OFFSET_PER_DRAW = 4
 
 MAX_LOGITS_BYTES = 64 << 20
-"""Of float32 logits that graphs read at once: 333 rows of 50,257 tokens, 110 of 151,936. Larger steps that are replayed
-whole draw for so many rows after each other; others are launched, as the device is the limit then."""
+"""Limit on the float32 logits that a graph reads at once: 333 rows of 50,257 tokens, 110 of 151,936. Larger steps that
+are replayed whole draw in parts of this size. Other larger steps are launched, because the device is the bottleneck."""
 
 _ALIGNED = 16
-"""Rows. The first of so many has the alignment of a tensor's first row."""
+"""Parts of a batch start at multiples of this row, so that their pointers are as aligned as the tensor's own."""
 
 
 def is_sampler_chosen(vllm_config: VllmConfig | None) -> bool:

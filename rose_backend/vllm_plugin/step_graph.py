@@ -59,7 +59,7 @@ NUM_LOGITS_PROCESSORS = 3
 _FIELDS_OF_STEADY_STEPS = (
     *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     *("finished_req_ids", "preempted_req_ids"),
-    # The masks of structured output come when the step is sampled, behind its layers.
+    # Grammar masks arrive in sample_tokens, after the layers have been launched.
     *("has_structured_output_requests", "pending_structured_output_tokens"),
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
