@@ -279,6 +279,22 @@ class DecodeInputs:
     request_slots: torch.Tensor  # [T] int32, ``padding_slot`` without a request
 
 
+@dataclass(frozen=True, slots=True)
+class MixedRows:
+    """What a step with prompts computes, by row. Rows without a request come last, and have no tokens."""
+
+    slots: torch.Tensor  # [R] int64, -1 without a request
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    is_prompt: torch.Tensor  # [R] int32, 1: its tokens are known already; 0: it computes its last token
+    is_due: torch.Tensor  # [R] int32, 1: it gets a new token, as nothing known remains to be computed
+
+    def first(self, num_rows: int) -> MixedRows:
+        """Return the first rows."""
+        rows = slice(num_rows)
+        query_start_loc = self.query_start_loc[: num_rows + 1]
+        return MixedRows(self.slots[rows], query_start_loc, self.is_prompt[rows], self.is_due[rows])
+
+
 @dataclass(frozen=True)
 class DecodeGroup:
     """The blocks of requests in one KV cache group, by slot, and what its layers read in a step, by row."""

@@ -1,9 +1,12 @@
-"""Steady decode steps of one model runner as a few replays: Rose's prologue, vLLM's own decode graph, Rose's ends.
+"""Steps of one model runner as a few replays: Rose's prologue, vLLM's own graph of the layers, Rose's ends.
 
 The prologue makes the inputs from the requests' state. An end computes logits, samples and moves that state on: there
 is one for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
 Behind it, log-probabilities are reported if a request asks for them. So the CPU only hands over what changed and
 replays. All state is vLLM's, and complete after every step: steps of both kinds may alternate.
+
+Steady steps only decode, and nothing changes from one to the next. Mixed steps compute parts of prompts, too: their
+prologue is launched, as it depends on the chunks, and they have one end, for any mix of requests.
 
 First comes which engines, steps and batches are replayed whole (equal on all ranks of a tensor parallel group), then
 the steps, then where they enter model runner V2: capture, execution and sampling of a step.
@@ -31,14 +34,22 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
-from rose_backend.kernels.captured_graphs import CapturedGraphs
+from rose_backend.kernels.arguments import (
+    DecodeGroup,
+    DecodeGroups,
+    DecodeInputs,
+    DecodeState,
+    MixedRows,
+)
+from rose_backend.kernels.captured_graphs import CapturedGraphs, FixedInputs, size_for
 from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
+    begin_mixed_step,
     begin_steady_decode,
     end_steady_decode,
     write_block_ids,
@@ -64,12 +75,14 @@ _FIELDS_OF_STEADY_STEPS = (
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
-FIELDS_OF_PROMPTS = tuple(
-    each.name for each in fields(SchedulerOutput) if each.name not in _FIELDS_OF_STEADY_STEPS
+FIELDS_OF_MIXED_STEPS = ("scheduled_new_reqs", "kv_cache_block_copies")
+"""Further fields that a mixed step may have."""
+FIELDS_OF_OTHER_STEPS = tuple(
+    each.name
+    for each in fields(SchedulerOutput)
+    if each.name not in (*_FIELDS_OF_STEADY_STEPS, *FIELDS_OF_MIXED_STEPS)
 )
-"""Fields of a scheduler output that are empty, None or false in a steady step: all others that this vLLM has."""
-
-_REASONS = {"scheduled_new_reqs": "prompts", "kv_cache_block_copies": "prompts"}
+"""Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
 
 
 def why_engine_is_not_steady(runner: Any) -> str | None:
@@ -139,20 +152,26 @@ def _why_attention_is_not_steady(runner: Any) -> str | None:
     return first_reason(reasons)
 
 
-def why_step_is_not_steady(output: SchedulerOutput) -> str | None:
-    """Return what a step has besides one token for each of some running requests; None if nothing."""
-    for name in FIELDS_OF_PROMPTS:
+def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
+    """Return what a step has besides tokens of running and of new requests; None if nothing."""
+    for name in FIELDS_OF_OTHER_STEPS:
         if getattr(output, name):
-            return _REASONS.get(name, name)
-    cached = output.scheduled_cached_reqs
-    if cached.resumed_req_ids:
-        return "prompts"
-    if not output.total_num_scheduled_tokens:
-        return "no tokens"
+            return name
+    if output.scheduled_cached_reqs.resumed_req_ids:
+        return "resumed requests"
+    return None if output.total_num_scheduled_tokens else "no tokens"
+
+
+def has_prompts(output: SchedulerOutput) -> bool:
+    """Whether a step has more than one token for each of some running requests.
+
+    A prompt of which one token is left looks like a decode.
+    """
     num_requests = len(output.num_scheduled_tokens)
-    if not num_requests == output.total_num_scheduled_tokens == len(cached.req_ids):
-        return "prompts"
-    return None
+    return not (
+        num_requests == output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
+        and not any(getattr(output, name) for name in FIELDS_OF_MIXED_STEPS)
+    )
 
 
 NUM_BUFFERS = 8
@@ -208,6 +227,8 @@ class OutputBuffers:
         if event is not None:
             event.synchronize()
         tokens: list[list[int]] = on_cpu[:num_rows].tolist()
+        for row in batch.undue_rows:
+            tokens[row] = []
         # A later step writes to this memory, perhaps before the front end has been told.
         record = None if batch.num_logprobs is None else record_on_cpu[:num_rows].numpy().copy()
         if self._num_steps > step + NUM_BUFFERS:
@@ -247,7 +268,7 @@ class SteadyOutput(AsyncModelRunnerOutput):
 
 
 End = tuple[str, int]
-"""``greedy``, ``drawn`` or ``processed``; and the number of rows."""
+"""``greedy``, ``drawn``, ``processed`` or ``mixed``; and the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +277,7 @@ class ArmedBatch:
 
     request_ids: list[str]
     end: str
-    """Of steps without structured output."""
+    """Of steps without structured output, and of all mixed steps."""
     draws: bool
     """Whether some request is not greedy."""
     num_logprobs: int | None
@@ -265,10 +286,19 @@ class ArmedBatch:
     """vLLM's ``BatchExecutionDescriptor``."""
     slots: dict[str, int]
     index_of: dict[str, int]
+    num_rows_of_end: int
+    undue_rows: tuple[int, ...] = ()
+    """Get no token in this step: parts of prompts that are not their last ones."""
 
 
-class SteadySteps:
-    """Captures and replays the steady decode steps of one model runner.
+_ENDS_WITH_MASKS = ("processed", "mixed")
+_MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
+"""Numbers of rows that a mixed step's end is captured for, up to the largest decode graph. Fewer than decode graphs:
+they only save rows of the head's product, in steps that take longer anyway."""
+
+
+class StepGraphs:
+    """Captures and replays the steps of one model runner.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_steady``.
@@ -290,9 +320,10 @@ class SteadySteps:
         self._slots = torch.full((most,), NO_SLOT, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._state = _state_of(runner)
-        self._inputs = _inputs_of(runner, most)
+        self._inputs = _inputs_of(runner, max(most, runner.max_num_reqs))
         self._groups = _groups_of(runner)
         self._copies_of_computed_tokens = _copies_of_computed_tokens(runner)
+        self._mixed_sizes: list[int] = []
         self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
         parts: tuple[Callable[[End, Any], Any], ...] = (self._end,)
         num_words = 0
@@ -301,6 +332,11 @@ class SteadySteps:
             self._masks = GrammarMasks(most, runner.vocab_size, device)
             self._record = ReportRecord(most, runner.vocab_size, device)
             parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
+            self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
+            self._row_inputs = _row_inputs(runner.max_num_reqs, device)
+            self._rows = MixedRows(**self._row_inputs.tensors)
+            # Hidden states of the rows' last tokens.
+            self._last_hidden = torch.zeros_like(self._manager.hidden_states[:most])
         self._ends = CapturedGraphs[End](*parts, capture_error_mode="thread_local")
         self._buffers = OutputBuffers(most, num_words, device)
         self._armed: ArmedBatch | None = None
@@ -308,6 +344,7 @@ class SteadySteps:
         self._waiting: ArmedBatch | None = None
         self._pending: SteadyOutput | None = None
         self._padded_rows = 0
+        self._padded_last_rows = 0
         self._names_of_weights = [name for name, _ in runner.model.lm_head.named_parameters(recurse=False)]
         self._weights_at = self._addresses_of_weights()
         self._compute_logits = runner.model.compute_logits
@@ -327,8 +364,11 @@ class SteadySteps:
         ):
             self._ends.capture(self._all_ends(), pool, stream)
             self._begins.capture(self._sizes, pool, stream)
-        # Compiled before steps need it.
+        # Compiled before steps need them.
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
+        if self._mixed_sizes:
+            self._upload_rows([], [], [], [])
+            self._begin_mixed(0, 0, 1)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: decode steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
@@ -345,40 +385,53 @@ class SteadySteps:
 
     def _all_ends(self) -> list[End]:
         kinds = ("greedy",) if self._replayed is None else ("processed", "greedy", "drawn")
-        return [(kind, size) for kind in kinds for size in self._sizes]
+        mixed = [("mixed", size) for size in reversed(self._mixed_sizes)]
+        return [*((kind, size) for kind in kinds for size in self._sizes), *mixed]
 
     def launch(self, output: SchedulerOutput) -> bool:
-        """Run a step if it is steady; else return False, having changed nothing but the count of such steps.
+        """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
 
         Raises:
             IntegrityError: nobody asked for the tokens of the step before.
         """
         if self._pending is not None or self._waiting is not None:
             raise IntegrityError("step graph: the step before was never asked for its tokens")
-        batch = why_step_is_not_steady(output) or self._prepare(output)
+        run = self._run_mixed_layers if has_prompts(output) else self._run_layers
+        batch = why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
         if isinstance(batch, str):
             STEPS.count_vllm(batch)
             self._armed = None
             return False
-        self._replay_layers(batch)
         if output.has_structured_output_requests:
             self._waiting = batch
             return True
-        if batch.end == "processed":
+        if batch.end in _ENDS_WITH_MASKS:
             # Masks that a step before has left.
             self._masks.upload(None, batch.index_of)
         self._replay_end(batch, batch.end)
         return True
 
-    def _prepare(self, output: SchedulerOutput) -> ArmedBatch | str:
-        """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
-
-        If the step is vLLM's, return why, having changed nothing.
-        """
+    def _why_state_is_not_replayed(self, output: SchedulerOutput) -> str | None:
         if self._addresses_of_weights() != self._weights_at:
             return "a head whose weights have moved"
         if output.has_structured_output_requests and self._replayed is None:
             return "structured output without Rose's sampler"
+        return None
+
+    def _run_layers(self, output: SchedulerOutput) -> ArmedBatch | str:
+        """Run the layers of a step without prompts, and return its batch; or return why the step is vLLM's."""
+        batch = self._prepare(output)
+        if batch is None:
+            return self._run_mixed_layers(output)
+        if not isinstance(batch, str):
+            self._replay_layers(batch)
+        return batch
+
+    def _prepare(self, output: SchedulerOutput) -> ArmedBatch | str | None:
+        """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
+
+        If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
+        """
         cached, batch = output.scheduled_cached_reqs, self._armed
         is_changed = bool(output.finished_req_ids or output.preempted_req_ids)
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
@@ -392,16 +445,10 @@ class SteadySteps:
         slots = {request_id: slot_of[request_id] for request_id in request_ids}
         slot_array = np.fromiter(slots.values(), np.int64, len(slots))
         if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
-            return "prompts"
+            return None
         if (reason := self._why_vllm_samples(slot_array)) is not None:
             return reason
-        # What vLLM does with a scheduler output before it looks at the step's tokens.
-        runner = self._runner
-        runner.finish_requests(output)
-        runner.free_states(output)
-        runner.add_requests(output)
-        runner.update_requests(output)
-        runner.block_tables.apply_staged_writes()
+        self._update_requests(output)
         rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
@@ -418,8 +465,141 @@ class SteadySteps:
             desc=desc,
             slots=slots,
             index_of=index_of,
+            num_rows_of_end=desc.num_tokens,
         )
         return self._armed
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
+        runner = self._runner
+        runner.finish_requests(output)
+        runner.free_states(output)
+        runner.add_requests(output)
+        runner.update_requests(output)
+        runner.block_tables.apply_staged_writes()
+
+    def _run_mixed_layers(self, output: SchedulerOutput) -> ArmedBatch | str:
+        """Run the layers of a step with prompts, and return its batch.
+
+        If the step is vLLM's, return why, having changed nothing.
+        """
+        reason = self._why_prompts_are_not_replayed(output)
+        if reason is not None:
+            return reason
+        slot_of, cached = self._runner.req_states.req_id_to_index, output.scheduled_cached_reqs
+        lens = {
+            request_id: (num_computed, int(self._prefill_lens[slot_of[request_id]]))
+            for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        }
+        for new in output.scheduled_new_reqs:
+            lens[new.req_id] = new.num_computed_tokens, len(new.prefill_token_ids)
+        # vLLM's order, so that both kinds of steps compute the same.
+        request_ids = sort_batch_req_ids(output.num_scheduled_tokens, {}, 1)
+        counts = [output.num_scheduled_tokens[request_id] for request_id in request_ids]
+        is_prompt = [lens[request_id][0] < lens[request_id][1] for request_id in request_ids]
+        is_due = [
+            lens[request_id][0] + count >= lens[request_id][1]
+            for request_id, count in zip(request_ids, counts, strict=True)
+        ]
+        # A prompt whose last token alone is left is a decode to attention, unless it is the first one, too.
+        are_decodes = counts[-1] == 1 and all(
+            lens[request_id][0] > 0
+            for request_id, is_one in zip(request_ids, is_prompt, strict=True)
+            if is_one
+        )
+        desc = self._manager.dispatch(
+            len(counts),
+            output.total_num_scheduled_tokens,
+            1 if are_decodes else None,
+            0,
+            None if any(is_prompt) else counts[-1],
+        )
+        size = size_for(self._mixed_sizes, len(counts))
+        if size is None or desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
+            return "prompts without a full graph"
+        self._armed = None
+        self._update_requests(output)
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        self._upload_rows(list(slots.values()), counts, is_prompt, is_due)
+        num_rows = desc.num_reqs or desc.num_tokens
+        self._begin_mixed(num_rows, desc.num_tokens, counts[-1])
+        self._run_graph_of_layers(desc, num_rows)
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        return ArmedBatch(
+            request_ids,
+            end="mixed",
+            draws=bool(self._temperatures[slot_array].any()),
+            num_logprobs=None if logprobs is None else logprobs[0],
+            desc=desc,
+            slots=slots,
+            index_of={request_id: index for index, request_id in enumerate(request_ids)},
+            num_rows_of_end=size,
+            undue_rows=tuple(row for row, due in enumerate(is_due) if not due),
+        )
+
+    def _why_prompts_are_not_replayed(self, output: SchedulerOutput) -> str | None:
+        """Return what a step with prompts has that is vLLM's; None if nothing."""
+        if self._replayed is None:
+            return "prompts without Rose's sampler"
+        for new in output.scheduled_new_reqs:
+            params = new.sampling_params
+            if params is None or new.prefill_token_ids is None:
+                return "requests without tokens"
+            if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+                return "log-probabilities of prompts"
+            num_logprobs = self._runner.vocab_size if params.logprobs == -1 else params.logprobs or 0
+            reason = why_graphs_do_not_report(
+                self._sampler, num_logprobs, len(params.logprob_token_ids or ())
+            )
+            if reason is not None and (params.logprobs is not None or params.logprob_token_ids):
+                return reason
+        cached, slot_of = output.scheduled_cached_reqs, self._runner.req_states.req_id_to_index
+        slots = np.fromiter((slot_of[each] for each in cached.req_ids), np.int64, len(cached.req_ids))
+        prompts = self._runner.prompt_logprobs_worker
+        is_prompt = np.asarray(cached.num_computed_tokens, np.int64) < self._prefill_lens[slots]
+        if (prompts.uses_prompt_logprobs[slots] & is_prompt).any() or prompts.token_id_scores:
+            return "log-probabilities of prompts"
+        return self._why_vllm_samples(slots) if len(slots) else None
+
+    def _upload_rows(
+        self, slots: list[int], counts: list[int], is_prompt: list[bool], is_due: list[bool]
+    ) -> None:
+        """Copy to the device what a mixed step computes; rows after these are padding."""
+        on_cpu, record = self._row_inputs.begin()
+        num_rows = len(slots)
+        for name, values, padding in (
+            ("slots", slots, NO_SLOT),
+            ("is_prompt", is_prompt, 0),
+            ("is_due", is_due, 0),
+        ):
+            record[name][:num_rows] = values
+            record[name][num_rows:] = padding
+        ends = record["query_start_loc"]
+        ends[0] = 0
+        np.cumsum(counts, out=ends[1 : num_rows + 1])
+        ends[num_rows + 1 :] = sum(counts)
+        self._row_inputs.send(on_cpu)
+
+    def _begin_mixed(self, num_rows: int, num_tokens: int, max_query_len: int) -> None:
+        """Write the inputs of a step with prompts, of ``num_rows`` rows and ``num_tokens`` tokens with padding."""
+        first, *others = (
+            each.get_metadata_builder().take_computed_tokens()
+            for of_group in self._runner.attn_groups
+            for each in of_group
+        )
+        begin_mixed_step(
+            self._rows.first(num_rows),
+            self._state,
+            self._inputs,
+            self._groups,
+            first,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            padding_slot=self._runner.max_num_reqs,
+        )
+        for other in others:
+            other.copy_(first)
 
     def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
         """Return why the tokens of requests are vLLM's to sample; None if an end can."""
@@ -445,14 +625,14 @@ class SteadySteps:
         if self._waiting is not None:
             batch, self._waiting = self._waiting, None
             self._masks.upload(grammar_output, batch.index_of)
-            self._replay_end(batch, "processed")
+            self._replay_end(batch, batch.end if batch.end in _ENDS_WITH_MASKS else "processed")
         elif self._pending is not None and grammar_output is not None:
             raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
         output, self._pending = self._pending, None
         return output
 
     def note_vllm_step(self) -> None:
-        """Let vLLM's next product of a decode-only step have as many rows as an end's."""
+        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
         self._padded_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
@@ -460,15 +640,23 @@ class SteadySteps:
         batch, hidden = state.input_batch, state.hidden_states
         is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
         is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
+        self._padded_last_rows = 0
         if is_replayed and is_decode and len(hidden) == self._desc_of[batch.num_reqs].num_tokens:
             self._padded_rows = batch.num_reqs
+        elif self._mixed_sizes and batch.num_reqs <= self._mixed_sizes[-1]:
+            self._padded_last_rows = batch.num_reqs
 
     def _compute_padded_logits(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         num_rows, self._padded_rows = self._padded_rows, 0
-        if num_rows and len(hidden_states) == num_rows and not args and not kwargs:
+        num_last_rows, self._padded_last_rows = self._padded_last_rows, 0
+        if args or kwargs or len(hidden_states) not in (num_rows, num_last_rows) or not len(hidden_states):
+            return self._compute_logits(hidden_states, *args, **kwargs)
+        if num_rows:
             size = self._desc_of[num_rows].num_tokens
             return self._compute_logits(self._manager.hidden_states[:size])[:num_rows]
-        return self._compute_logits(hidden_states, *args, **kwargs)
+        size = size_for(self._mixed_sizes, num_last_rows)
+        self._last_hidden[:num_last_rows].copy_(hidden_states)
+        return self._compute_logits(self._last_hidden[:size])[:num_last_rows]
 
     def _append_blocks(self, batch: ArmedBatch, cached: CachedRequestData) -> None:
         """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
@@ -508,16 +696,20 @@ class SteadySteps:
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
 
     def _replay_layers(self, batch: ArmedBatch) -> None:
-        tables, num_rows = self._runner.block_tables, batch.desc.num_tokens
+        num_rows = batch.desc.num_tokens
+        self._begins.run(num_rows)
+        self._run_graph_of_layers(batch.desc, num_rows)
+
+    def _run_graph_of_layers(self, desc: Any, num_rows: int) -> None:
+        tables = self._runner.block_tables
         if hasattr(tables, "_num_dirty_rows"):
             # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
             tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
-        self._begins.run(num_rows)
-        self._manager.run_fullgraph(batch.desc)
+        self._manager.run_fullgraph(desc)
 
     def _replay_end(self, batch: ArmedBatch, end: str) -> None:
         has_report = batch.num_logprobs is not None
-        self._ends.run((end, batch.desc.num_tokens), 2 if has_report else 1)
+        self._ends.run((end, batch.num_rows_of_end), 2 if has_report else 1)
         self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
         STEPS.count_rose()
         if batch.draws:
@@ -533,6 +725,8 @@ class SteadySteps:
     def _end(self, end: End, _: None) -> torch.Tensor:
         """Sample a step and append its tokens; return the logits, [R, V], of which log-probabilities are reported."""
         kind, size = end
+        if kind == "mixed":
+            return self._end_mixed(size)
         logits = self._compute_logits(self._manager.hidden_states[:size])
         tokens = self._tokens[:size]
         if kind == "greedy":
@@ -545,6 +739,26 @@ class SteadySteps:
             positions, request_slots = self._inputs.positions[:size], self._inputs.request_slots[:size]
             self._replayed.graphs.compute(logits, request_slots, positions, tokens, process)
         end_steady_decode(self._slots[:size], tokens, self._state)
+        return logits
+
+    def _end_mixed(self, size: int) -> torch.Tensor:
+        """Sample from the rows' last tokens, as ``processed``, and append the tokens of those that are due."""
+        assert self._replayed is not None
+        rows, inputs, tokens = self._rows.first(size), self._inputs, self._tokens[:size]
+        # Rows of padding read some token.
+        last = (rows.query_start_loc[1:] - 1).clamp_(min=0)
+        hidden = self._last_hidden[:size]
+        torch.index_select(self._manager.hidden_states, 0, last, out=hidden)
+        logits = self._compute_logits(hidden)
+        self._masks.apply(logits)
+        request_slots = inputs.request_slots[:size]
+        positions, input_ids = inputs.positions[last], inputs.input_ids[last]
+
+        def process(logits: torch.Tensor, part: slice) -> None:
+            self._processors.apply(logits, request_slots[part], positions[part], input_ids[part])
+
+        self._replayed.graphs.compute(logits, request_slots, positions, tokens, process)
+        end_steady_decode(rows.slots, tokens, self._state, rows)
         return logits
 
     def _process(self, logits: torch.Tensor, rows: slice) -> None:
@@ -580,6 +794,20 @@ def _state_of(runner: Any) -> DecodeState:
         total_lens=states.total_len.gpu,
         token_ids=states.all_token_ids.gpu,
         output_counts=runner.sampler.penalties_state.output_bin_counts,
+    )
+
+
+def _row_inputs(num_rows: int, device: torch.device) -> FixedInputs:
+    """Return what ``MixedRows`` of up to ``num_rows`` rows are read from."""
+    one = (num_rows,)
+    return FixedInputs(
+        {
+            "slots": (np.int64, one),
+            "query_start_loc": (np.int32, (num_rows + 1,)),
+            "is_prompt": (np.int32, one),
+            "is_due": (np.int32, one),
+        },
+        device,
     )
 
 
@@ -652,10 +880,10 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
         ):
             num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
         if reason is None and not profile_only:
-            steps = SteadySteps(self)
+            steps = StepGraphs(self)
             steps.capture(streams[0])
             # An attribute of the graphs' owner, so that it goes when they do.
-            manager.rose_steady_steps = steps
+            manager.rose_step_graphs = steps
         return num_bytes
 
     return capture_model
@@ -668,7 +896,7 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: Any, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        steps = getattr(self.cudagraph_manager, "rose_step_graphs", None)
         if (
             steps is not None
             and intermediate_tensors is None
@@ -687,7 +915,7 @@ def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        steps = getattr(self.cudagraph_manager, "rose_step_graphs", None)
         if steps is not None:
             output = steps.take_output(grammar_output)
             if output is not None:

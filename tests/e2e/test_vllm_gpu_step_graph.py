@@ -20,7 +20,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph import SteadySteps
+from rose_backend.vllm_plugin.step_graph import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
 from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
@@ -109,15 +109,15 @@ def make_replaying(make_engine: MakeEngine, tiny_model_path: Path, tmp_path: Pat
 
 
 ReplayWhen = Callable[[Callable[[int], bool]], None]
-Launch = Callable[[SteadySteps, Any], bool]
-LAUNCH: Launch = SteadySteps.launch
+Launch = Callable[[StepGraphs, Any], bool]
+LAUNCH: Launch = StepGraphs.launch
 
 
 def launch_when(wanted: Callable[[int], bool]) -> Launch:
     """Return a launch of steps that replays only those for which ``wanted``, given the step's number, is true."""
     count = 0
 
-    def chosen(self: SteadySteps, output: Any) -> bool:
+    def chosen(self: StepGraphs, output: Any) -> bool:
         nonlocal count
         count += 1
         if wanted(count):
@@ -131,13 +131,13 @@ def launch_when(wanted: Callable[[int], bool]) -> Launch:
 @pytest.fixture
 def replay_when(monkeypatch: pytest.MonkeyPatch) -> ReplayWhen:
     """Return a function that lets steps be replayed only where ``wanted``, given the step's number, is true."""
-    return lambda wanted: monkeypatch.setattr(SteadySteps, "launch", launch_when(wanted))
+    return lambda wanted: monkeypatch.setattr(StepGraphs, "launch", launch_when(wanted))
 
 
 def set_rule_of_worker(_: Any, rule: str) -> int:
     """Say in a worker's process which steps are replayed; return how many were so far."""
     rules = {"never": is_never, "always": lambda _: True, "at random": is_random(3)}
-    SteadySteps.launch = launch_when(rules[rule])  # type: ignore[method-assign]
+    StepGraphs.launch = launch_when(rules[rule])  # type: ignore[method-assign]
     return STEPS.rose
 
 

@@ -63,6 +63,21 @@ def test_rotations(capability: int) -> None:
         assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
 
 
+@compiles("_begin_mixed_kernel")
+def test_ends_of_a_step_with_prompts(capability: int) -> None:
+    with record_launches(steady_decode, "_begin_mixed_kernel", "_end_kernel") as launches:
+        for num_rows, num_tokens in ((8, 200), (9, 333)):
+            case = decode_steps.make_mixed_case([1, 1, 150], num_rows, num_tokens, block_sizes=(16, 48))
+            sizes = num_tokens, 150
+            steady_decode.begin_mixed_step(
+                case.rows, case.state, case.inputs, case.groups, case.computed_tokens, sizes, 9
+            )
+            steady_decode.end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+    assert [launch.grid for launch in launches[::2]] == [(9, 2, 2), (10, 2, 2)]
+    for recorded in launches:
+        compile_launch(recorded, capability)
+
+
 @compiles("_embed_tokens_kernel", "_advance_rows_kernel", "_begin_kernel", "_end_kernel", "_write_kernel")
 def test_ends_of_a_decode_step(capability: int) -> None:
     tokens = torch.zeros(256, dtype=torch.int64)

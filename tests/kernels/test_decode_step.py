@@ -13,6 +13,7 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import DecodeGroups
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
+    begin_mixed_step,
     begin_steady_decode,
     end_steady_decode,
     write_block_ids,
@@ -21,12 +22,16 @@ from tests.support.decode_steps import (
     BLOCK_SIZES,
     NUM_SLOTS,
     Case,
+    MixedCase,
     assert_equal,
     check_begin,
     check_end,
     check_groups,
+    check_mixed_begin,
+    check_mixed_end,
     copy_of_groups,
     make_case,
+    make_mixed_case,
     random_writes,
 )
 from tests.support.implementations import Implementation
@@ -69,6 +74,49 @@ def test_both_ends_of_a_step(implementation: Implementation, block_sizes: Sequen
         if num_rows <= 200 or implementation.name == "gpu":
             case = make_case(num_requests, num_rows, block_sizes=block_sizes, device=implementation.device)
             check_both_ends(implementation, case)
+
+
+def begin_mixed(case: MixedCase) -> None:
+    begin_mixed_step(
+        case.rows,
+        case.state,
+        case.inputs,
+        groups_here(case),
+        case.computed_tokens,
+        num_tokens=case.num_tokens,
+        max_query_len=max([1, *case.rows.query_start_loc.diff().tolist()]),
+        padding_slot=NUM_SLOTS,
+    )
+
+
+def end_mixed(case: MixedCase) -> None:
+    end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+
+
+MIXED = {
+    "no rows": ([], 0, 0),
+    "nothing real": ([], 3, 5),
+    "a prompt": ([150], 1, 150),
+    "decodes only": ([1, 1, 1], 4, 4),
+    "both": ([1, 1, 1, 2, 7, 130], 8, 150),
+    "as many as there are": ([1, 1, 1, 1, 1, 1, 3, 17, 129], 9, 400),
+}
+"""Tokens of each request, rows and tokens."""
+
+
+@each_block_sizes
+@pytest.mark.parametrize("shape", MIXED)
+def test_both_ends_of_a_step_with_prompts(
+    implementation: Implementation, shape: str, block_sizes: Sequence[int]
+) -> None:
+    case = make_mixed_case(*MIXED[shape], block_sizes=block_sizes, device=implementation.device)
+    before = case.copy()
+    implementation(begin_mixed, case)
+    check_mixed_begin(before, case)
+    before = case.copy()
+    implementation(end_mixed, case)
+    check_mixed_end(before, case)
+    assert_equal(case.inputs, before.inputs)
 
 
 @each_block_sizes

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.arguments import (
+    DecodeGroup,
+    DecodeGroups,
+    DecodeInputs,
+    DecodeState,
+    MixedRows,
+)
 from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_steady_decode
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
@@ -37,11 +43,12 @@ class Case:
         """Write the step's inputs."""
         begin_steady_decode(self.slots, self.state, self.inputs, self.groups, padding_slot=NUM_SLOTS)
 
-    def copy(self) -> Case:
+    def copy(self) -> Self:
         """Return the case with copies of all that a step writes."""
-        return replace(
-            self, state=_copy(self.state), inputs=_copy(self.inputs), groups=copy_of_groups(self.groups)
-        )
+        copies: dict[str, Any] = {"state": _copy(self.state), "inputs": _copy(self.inputs)}
+        if isinstance(self, MixedCase):
+            copies["computed_tokens"] = self.computed_tokens.clone()
+        return replace(self, **copies, groups=copy_of_groups(self.groups))
 
     def tensors(self) -> dict[str, Any]:
         """All that a step reads and writes, by name."""
@@ -207,3 +214,113 @@ def check_groups(actual: DecodeGroups, expected: DecodeGroups) -> None:
     """Hold every element of every block table to what it must be."""
     for got, wanted in zip(actual.groups, expected.groups, strict=True):
         assert_equal(got, wanted)
+
+
+@dataclass
+class MixedCase(Case):
+    """A step in which some rows compute parts of prompts."""
+
+    rows: MixedRows
+    computed_tokens: torch.Tensor
+    num_tokens: int
+
+
+def make_mixed_case(
+    counts: Sequence[int],
+    num_rows: int,
+    num_tokens: int,
+    *,
+    block_sizes: Sequence[int] = (16,),
+    device: str = "cpu",
+) -> MixedCase:
+    """Return a step with ``counts`` new tokens of its requests, padded to so many rows and tokens."""
+    case = make_case(len(counts), num_rows, block_sizes=block_sizes, device=device)
+    size = num_tokens + 3
+    inputs = replace(
+        case.inputs,
+        **{
+            name: torch.full((size,), POISON, device=device).to(getattr(case.inputs, name).dtype)
+            for name in ("input_ids", "positions", "is_padding")
+        },
+    )
+    groups = []
+    for group in case.groups.groups:
+        # A window may have passed no block that gets new tokens: none has, here.
+        table = torch.arange(1, group.state_table.numel() + 1, device=device).to(torch.int32)
+        slot_mapping = torch.full((size,), POISON, device=device)
+        groups.append(replace(group, state_table=table.view_as(group.state_table), slot_mapping=slot_mapping))
+    slots = case.slots.tolist()
+    is_prompt, is_due = [0] * num_rows, [0] * num_rows
+    for row, count in enumerate(counts):
+        # The rows in turn: a decode's, a part of a prompt, and its last part.
+        kind = 1 + row % 2 if count > 1 else row % 3
+        is_prompt[row], is_due[row] = int(kind > 0), int(kind != 1)
+        computed = int(case.state.num_computed_tokens[slots[row]])
+        case.state.num_computed_tokens[slots[row]] = min(computed, MAX_LEN - 1 - count)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32)
+    starts[1 : len(counts) + 1] = torch.tensor(counts).cumsum(0)
+    starts[len(counts) + 1 :] = sum(counts)
+    rows = MixedRows(
+        case.slots,
+        starts.to(device),
+        *(torch.tensor(each, dtype=torch.int32, device=device) for each in (is_prompt, is_due)),
+    )
+    computed_tokens = torch.full((2, num_rows + 2), POISON, dtype=torch.int32, device=device)
+    return MixedCase(
+        case.slots, case.state, inputs, DecodeGroups(*groups), case.tokens, rows, computed_tokens, num_tokens
+    )
+
+
+def check_mixed_begin(before: MixedCase, after: MixedCase) -> None:
+    """Hold every element of every tensor to what the rows say."""
+    expected, state, rows = _copy(before.inputs), before.state, before.rows
+    starts = rows.query_start_loc.tolist()
+    computed_tokens = before.computed_tokens.clone()
+    groups = [_copy(group) for group in before.groups.groups]
+    for row, slot in enumerate(before.slots.tolist()):
+        start, end = starts[row : row + 2]
+        is_real = slot != NO_SLOT
+        computed = int(state.num_computed_tokens[slot]) if is_real else 0
+        expected.seq_lens[row] = computed + end - start
+        expected.query_start_loc[row + 1] = end
+        expected.request_slots[row] = slot if is_real else NUM_SLOTS
+        for kind, is_here in enumerate((end - start == 1, end - start > 1)):
+            computed_tokens[kind, row] = computed if is_real and is_here else -1
+        for token in range(start, end):
+            position = computed + token - start
+            known = state.token_ids[slot, position] if rows.is_prompt[row] else state.last_tokens[slot]
+            expected.input_ids[token], expected.positions[token] = known, position
+            for group in groups:
+                block = int(group.state_table[slot, position // group.block_size])
+                group.slot_mapping[token] = block * group.block_size + position % group.block_size
+        for group in groups:
+            if is_real:
+                num_blocks = (computed + end - start - 1) // group.block_size + 1
+                group.block_table[row, :num_blocks] = group.state_table[slot, :num_blocks]
+            else:
+                group.block_table[row] = 0
+    expected.is_padding[: before.num_tokens] = torch.arange(before.num_tokens) >= starts[-1]
+    for group in groups:
+        group.slot_mapping[starts[-1] : before.num_tokens] = NO_SLOT
+    assert_equal(after.inputs, expected)
+    assert_equal(after.state, before.state)
+    assert torch.equal(after.computed_tokens, computed_tokens)
+    for got, wanted in zip(after.groups.groups, groups, strict=True):
+        assert_equal(got, wanted)
+
+
+def check_mixed_end(before: MixedCase, after: MixedCase) -> None:
+    """Hold every element of the state to what the rows say."""
+    expected, rows = _copy(before.state), before.rows
+    counts = rows.query_start_loc.diff().tolist()
+    for row, (slot, token) in enumerate(zip(before.slots.tolist(), before.tokens.tolist(), strict=True)):
+        if slot == NO_SLOT:
+            continue
+        expected.num_computed_tokens[slot] += counts[row]
+        if rows.is_due[row]:
+            expected.token_ids[slot, int(expected.total_lens[slot])] = token
+            expected.last_tokens[slot] = token
+            expected.total_lens[slot] += 1
+            if expected.output_counts is not None:
+                expected.output_counts[slot, token] += 1
+    assert_equal(after.state, expected)

@@ -34,7 +34,7 @@ from rose_backend.vllm_plugin.step_graph import (
     FIELDS_OF_PROMPTS,
     NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
-    SteadySteps,
+    StepGraphs,
     why_engine_is_not_steady,
     why_step_is_not_steady,
 )
@@ -56,7 +56,7 @@ from tests.support.vllm_plugin.steady_runner import (
 WIDTH = MAX_LEN // BLOCK_SIZE
 
 
-def run(steps: SteadySteps, output: SchedulerOutput) -> list[int]:
+def run(steps: StepGraphs, output: SchedulerOutput) -> list[int]:
     assert steps.launch(output), STEPS
     result = steps.take_output(None)
     assert result is not None and steps.take_output(None) is None
@@ -77,7 +77,7 @@ def test_requests_come_and_go(
     groups: tuple[tuple[int, int | None, int], ...], seed: int, share_own: float
 ) -> None:
     runner = Runner(groups)
-    steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(seed)
+    steps, requests, choose = StepGraphs(runner), Requests(runner), random.Random(seed)
     states, num_own = runner.req_states, 0
     for _ in range(200):
         requests.come_and_go(choose)
@@ -104,7 +104,7 @@ def test_requests_come_and_go(
 
 
 def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     for _ in range(3):
         requests.add(5)
     calls: list[str] = []
@@ -120,7 +120,7 @@ def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pyt
 
 def test_another_step_in_between_disarms(runner: Runner) -> None:
     """Slots may be given to others by vLLM's own steps, although the requests of the next step are the same."""
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     requests.add(4)
     assert run(steps, requests.step()) == requests.expect()
@@ -147,7 +147,7 @@ def test_another_step_in_between_disarms(runner: Runner) -> None:
 
 def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(GROUPS["sizes, windows and shapes"])
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     written = []
 
     def write(writes: torch.Tensor, groups: Any) -> None:
@@ -175,7 +175,7 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_row_without_room_is_an_error(group: int) -> None:
     runner = Runner(((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1)))
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     assert run(steps, requests.step()) == requests.expect()
     runner.block_tables.num_blocks.np[group, runner.req_states.req_id_to_index["request 0"]] = WIDTH
@@ -194,7 +194,7 @@ def test_a_step_with_anything_else_is_vllms(name: str) -> None:
 
 
 def test_what_a_request_wants_decides(runner: Runner) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     slot, sampler = runner.req_states.req_id_to_index["request 0"], runner.sampler
     output = make_output(["request 0"], [3])
@@ -282,7 +282,7 @@ def grammar_of(allowed: dict[str, list[int]]) -> Any:
 
 def test_any_mix_of_requests_is_sampled_in_replayed_steps() -> None:
     runner, choose = SamplingRunner(), random.Random(3)
-    steps, requests, states = SteadySteps(runner), Requests(runner), runner.req_states
+    steps, requests, states = StepGraphs(runner), Requests(runner), runner.req_states
     num_replayed, ends = STEPS.rose, set()
     for _ in range(300):
         if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
@@ -341,7 +341,7 @@ def test_any_mix_of_requests_is_sampled_in_replayed_steps() -> None:
 
 def test_masks_come_for_steps_that_wait_for_them() -> None:
     runner = SamplingRunner()
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     assert steps.launch(requests.step())
     with pytest.raises(IntegrityError, match="sampled without"):
@@ -358,7 +358,7 @@ def test_masks_come_for_steps_that_wait_for_them() -> None:
 
 
 def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     assert run(steps, requests.step()) == requests.expect()
     runner.model.lm_head.weight = torch.nn.Parameter(torch.zeros(1, 1))
@@ -367,7 +367,7 @@ def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
 
 
 def test_tokens_that_nobody_asks_for_are_an_error(runner: Runner) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     assert steps.launch(requests.step())
     with pytest.raises(IntegrityError, match="never asked"):
@@ -375,7 +375,7 @@ def test_tokens_that_nobody_asks_for_are_an_error(runner: Runner) -> None:
 
 
 def test_outputs_may_be_read_late(runner: Runner) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     outputs, expected = [], []
     for _ in range(5):
@@ -386,7 +386,7 @@ def test_outputs_may_be_read_late(runner: Runner) -> None:
 
 
 def test_tokens_that_a_later_step_has_overwritten_are_an_error(runner: Runner) -> None:
-    steps, requests = SteadySteps(runner), Requests(runner)
+    steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
     outputs = []
     for _ in range(NUM_BUFFERS + 1):
@@ -406,7 +406,7 @@ class HookedRunner:
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
-        monkeypatch.setattr(step_graph, "SteadySteps", lambda _: SimpleNamespace(capture=self.streams.append))
+        monkeypatch.setattr(step_graph, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append))
         monkeypatch.setattr(step_graph, "_room_for_logits", self.note_stream)
 
     @contextmanager
@@ -435,11 +435,11 @@ def test_graphs_are_captured_behind_vllms(
     hooked = HookedRunner(monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
-    assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps") and not hooked.streams
+    assert not hasattr(hooked.cudagraph_manager, "rose_step_graphs") and not hooked.streams
     assert hooked.capture() == 7
     # Graphs of one stream share memory.
     assert hooked.streams == (["vLLM's stream"] if is_steady else [])
-    assert hasattr(hooked.cudagraph_manager, "rose_steady_steps") == is_steady
+    assert hasattr(hooked.cudagraph_manager, "rose_step_graphs") == is_steady
     assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
 
 
@@ -529,7 +529,7 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     sample = step_graph.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
     # Before graphs are captured, while vLLM profiles.
     assert execute(hooked, "steady") == sample(hooked, None) == "vLLM's"
-    hooked.cudagraph_manager.rose_steady_steps = steps
+    hooked.cudagraph_manager.rose_step_graphs = steps
     assert execute(hooked, "steady", None) is None
     assert execute(hooked, "other") == "vLLM's"
     assert execute(hooked, "steady", object()) == "vLLM's"
@@ -540,8 +540,8 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
-    SteadySteps(runner)
-    steps = SteadySteps(runner)
+    StepGraphs(runner)
+    steps = StepGraphs(runner)
     hidden = runner.cudagraph_manager.hidden_states
     batch = SimpleNamespace(num_tokens=3, num_reqs=3)
     runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden[:4])

@@ -1,8 +1,9 @@
-"""Inputs of a decode step from the state of its requests, and that state moved on by the step's tokens.
+"""Inputs of a step from the state of its requests, and that state moved on by the step's tokens.
 
-A row of the step is a request that gets one token. Its state lives in a slot of larger tensors, and ``slots`` says in
-which. Rows without a request come last and have slot -1. They get inputs that no kernel computes anything from, and no
-slot changes for them, so one CUDA graph serves any number of requests up to its rows.
+A row of a decode step is a request that gets one token; a row of a mixed step may also compute part of a prompt. Its
+state lives in a slot of larger tensors, and ``slots`` says in which. Rows without a request come last and have slot -1.
+They get inputs that no kernel computes anything from, and no slot changes for them, so one CUDA graph serves any number
+of requests up to its rows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState, check_tensors
+from rose_backend.kernels.arguments import (
+    DecodeGroup,
+    DecodeGroups,
+    DecodeInputs,
+    DecodeState,
+    MixedRows,
+    check_tensors,
+)
 
 NO_SLOT = -1
 """Where a row without a request lives, and where its K/V is stored: nowhere."""
@@ -98,6 +106,90 @@ def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup
     group.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
 
 
+def begin_mixed_step(
+    rows: MixedRows,
+    state: DecodeState,
+    inputs: DecodeInputs,  # written, the first R rows and T tokens
+    groups: DecodeGroups,  # written, but for the state's block tables and computed tokens
+    computed_tokens: torch.Tensor,  # [2, MR] int32  written, the first R rows
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    padding_slot: int,
+) -> None:
+    """Write the inputs of a step that computes parts of prompts beside, or instead of, last tokens.
+
+    Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
+    there. Block tables are written as by ``begin_steady_decode``.
+
+    Args:
+        computed_tokens: of rows with one token, which decode attention takes, and of rows with more of them; -1 in all
+            other rows.
+        num_tokens: T, with padding.
+        max_query_len: of a row, at least.
+        padding_slot: in ``request_slots`` of rows without a request.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    num_rows = len(rows.slots)
+    check_tensors(
+        slots=(rows.slots, "R", torch.int64),
+        of_rows=(rows.query_start_loc[1:], "R", torch.int32),
+        is_prompt=(rows.is_prompt, "R", torch.int32),
+        computed_tokens=(computed_tokens[:, :num_rows], "2 R", torch.int32),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        token_ids=(state.token_ids, "MR S", torch.int32),
+        input_ids=(inputs.input_ids[:num_tokens], "T", torch.int32),
+        positions=(inputs.positions[:num_tokens], "T", torch.int64),
+        is_padding=(inputs.is_padding[:num_tokens], "T", torch.bool),
+        seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
+        query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
+        request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
+    )
+    for index, group in enumerate(groups.groups):
+        check_tensors(
+            slots=(rows.slots, "R"),
+            is_padding=(inputs.is_padding[:num_tokens], "T"),
+            last_tokens=(state.last_tokens, "MR"),
+            **{
+                f"state_table of group {index}": (group.state_table, "MR MB", torch.int32),
+                f"block_table of group {index}": (group.block_table[:num_rows], "R MB", torch.int32),
+                f"slot_mapping of group {index}": (group.slot_mapping[:num_tokens], "T", torch.int64),
+            },
+        )
+    if rows.slots.is_cuda:
+        from rose_backend.kernels.decode_step.steady_decode import begin_mixed_step as launch
+
+        return launch(rows, state, inputs, groups, computed_tokens, (num_tokens, max_query_len), padding_slot)
+    is_real, known = rows.slots != NO_SLOT, rows.slots.clamp(min=0)
+    starts, counts = rows.query_start_loc[:-1].long(), rows.query_start_loc.diff()
+    computed = torch.where(is_real, state.num_computed_tokens[known], 0)
+    inputs.seq_lens[:num_rows] = computed + counts
+    inputs.query_start_loc[: num_rows + 1] = rows.query_start_loc
+    inputs.request_slots[:num_rows] = torch.where(is_real, rows.slots, padding_slot)
+    computed_tokens[0, :num_rows] = torch.where(is_real & (counts == 1), computed, -1)
+    computed_tokens[1, :num_rows] = torch.where(is_real & (counts > 1), computed, -1)
+    of_token = torch.repeat_interleave(torch.arange(num_rows), counts)
+    num_real = len(of_token)
+    positions = computed[of_token] + torch.arange(num_real) - starts[of_token]
+    slots = known[of_token]
+    last, from_prompt = state.last_tokens[slots], state.token_ids[slots, positions]
+    inputs.input_ids[:num_real] = torch.where(rows.is_prompt[of_token] != 0, from_prompt, last)
+    inputs.positions[:num_real] = positions
+    inputs.is_padding[:num_tokens] = torch.arange(num_tokens) >= num_real
+    for group in groups.groups:
+        last_column = (computed + counts - 1).clamp(min=0) // group.block_size
+        is_read = torch.arange(group.state_table.shape[1]) <= last_column[:, None]
+        keep = group.block_table[:num_rows]
+        keep.copy_(torch.where(is_real[:, None], torch.where(is_read, group.state_table[known], keep), 0))
+        block = group.state_table[slots, positions // group.block_size].long()
+        group.slot_mapping[:num_real] = block * group.block_size + positions % group.block_size
+        group.slot_mapping[num_real:num_tokens] = NO_SLOT
+    return None
+
+
 def write_block_ids(
     writes: torch.Tensor,  # [2, N] int64
     groups: DecodeGroups,  # written, the state's block tables
@@ -128,12 +220,14 @@ def end_steady_decode(
     slots: torch.Tensor,  # [R] int64
     tokens: torch.Tensor,  # [R] int64
     state: DecodeState,  # written
+    rows: MixedRows | None = None,
 ) -> None:
-    """Append each row's new token to its request, and count the token that the step has computed.
+    """Append each row's new token to its request, and count the tokens that the step has computed.
 
     Args:
         slots: of each row; rows with -1 are left out.
         tokens: sampled by the step.
+        rows: of a mixed step, R of them: rows that are not due get no token. None: each row has computed one token.
 
     Raises:
         ShapeError: shapes or dtypes disagree.
@@ -149,16 +243,24 @@ def end_steady_decode(
     counts = state.output_counts
     if counts is not None:
         check_tensors(last_tokens=(state.last_tokens, "MR"), output_counts=(counts, "MR V", torch.int32))
+    if rows is not None:
+        check_tensors(
+            slots=(slots, "R"),
+            of_rows=(rows.query_start_loc[1:], "R", torch.int32),
+            is_due=(rows.is_due, "R", torch.int32),
+        )
     if slots.is_cuda:
         from rose_backend.kernels.decode_step.steady_decode import end_steady_decode as launch
 
-        return launch(slots, tokens, state)
+        return launch(slots, tokens, state, rows)
     is_real = slots != NO_SLOT
-    slots, tokens = slots[is_real], tokens[is_real]
+    num_new = torch.ones_like(slots, dtype=torch.int32) if rows is None else rows.query_start_loc.diff()
+    state.num_computed_tokens[slots[is_real]] += num_new[is_real]
+    is_due = is_real if rows is None else is_real & (rows.is_due != 0)
+    slots, tokens = slots[is_due], tokens[is_due]
     state.last_tokens[slots] = tokens
     state.token_ids[slots, state.total_lens[slots].long()] = tokens.int()
     state.total_lens[slots] += 1
-    state.num_computed_tokens[slots] += 1
     if counts is not None:
         counts[slots, tokens] += 1
     return None

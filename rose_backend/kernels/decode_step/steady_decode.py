@@ -1,5 +1,5 @@
-"""The two ends of a decode step whose requests live in slots, one launch each: a program per row, and at its beginning
-per row and KV cache group.
+"""The two ends of a step whose requests live in slots, one launch each: a program per row, and at its beginning per row
+and KV cache group; with prompts also per tile of a row's tokens.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.arguments import DecodeGroups, DecodeInputs, DecodeState, MixedRows
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 
 
@@ -82,6 +82,7 @@ def advance_rows(
 _TABLE_TILE = 1024
 _ROWS_TILE = 128
 _WRITES_TILE = 256
+_TOKENS_TILE = 128
 
 
 @triton.jit
@@ -181,6 +182,86 @@ def _begin_kernel(
         tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "padding_slot"])
+def _begin_mixed_kernel(
+    slots_ptr,  # [R] int64
+    starts_ptr,  # [R + 1] int32
+    is_prompt_ptr,  # [R] int32
+    state_computed_ptr,  # [MR] int32
+    last_tokens_ptr,  # [MR] int64
+    token_ids_ptr,  # [MR, S] int32
+    token_ids_stride,
+    input_ids_ptr,  # [T] int32  written
+    positions_ptr,  # [T] int64  written
+    seq_lens_ptr,  # [R] int32  written
+    query_start_ptr,  # [R + 1] int32  written
+    is_padding_ptr,  # [T] bool  written
+    request_slots_ptr,  # [R] int32  written
+    decode_computed_ptr,  # [R] int32  written
+    prompt_computed_ptr,  # [R] int32  written
+    layout_ptr,  # [G, 9] int64
+    num_rows,
+    num_tokens,
+    padding_slot,
+    TOKENS_TILE: tl.constexpr,
+    TABLE_TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    is_first_group = tl.program_id(2) == 0
+    (
+        state_table_ptr, state_table_stride, table_ptr, table_stride, width, slot_mapping_ptr, _, block_size,
+    ) = _load_group(layout_ptr + tl.program_id(2) * 9)  # fmt: skip
+    if row == num_rows:
+        # Tokens of no row.
+        first = tl.load(starts_ptr + num_rows) + tile * TOKENS_TILE
+        for start in range(first, num_tokens, TOKENS_TILE * tl.num_programs(1)):
+            tokens = start + tl.arange(0, TOKENS_TILE)
+            mask = tokens < num_tokens
+            tl.store(slot_mapping_ptr + tokens, tl.full((TOKENS_TILE,), -1, tl.int64), mask=mask)
+            if is_first_group:
+                tl.store(is_padding_ptr + tokens, mask, mask=mask)
+        return
+    slot = tl.load(slots_ptr + row)
+    is_real = slot >= 0
+    known = tl.maximum(slot, 0)
+    token_start = tl.load(starts_ptr + row)
+    token_end = tl.load(starts_ptr + row + 1)
+    count = token_end - token_start
+    computed = tl.where(is_real, tl.load(state_computed_ptr + known), 0)
+    source = state_table_ptr + known * state_table_stride
+    offsets = tile * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
+    mask = offsets < count
+    positions = computed + offsets
+    blocks = tl.load(source + positions // block_size, mask=mask, other=0).to(tl.int64)
+    tl.store(
+        slot_mapping_ptr + token_start + offsets, blocks * block_size + positions % block_size, mask=mask
+    )
+    if is_first_group:
+        ids = tl.full((TOKENS_TILE,), 0, tl.int32) + tl.load(last_tokens_ptr + known).to(tl.int32)
+        if tl.load(is_prompt_ptr + row) != 0:
+            ids = tl.load(token_ids_ptr + known * token_ids_stride + positions, mask=mask, other=0)
+        tl.store(input_ids_ptr + token_start + offsets, ids, mask=mask)
+        tl.store(positions_ptr + token_start + offsets, positions.to(tl.int64), mask=mask)
+        tl.store(is_padding_ptr + token_start + offsets, offsets >= count, mask=mask)
+    if tile == 0:
+        if is_first_group:
+            tl.store(seq_lens_ptr + row, computed + count)
+            tl.store(query_start_ptr + row + 1, token_end)
+            tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
+            tl.store(decode_computed_ptr + row, tl.where(is_real & (count == 1), computed, -1))
+            tl.store(prompt_computed_ptr + row, tl.where(is_real & (count > 1), computed, -1))
+            if row == 0:
+                tl.store(query_start_ptr, 0)
+        num_columns = tl.where(is_real, (computed + count - 1) // block_size + 1, width)
+        destination = table_ptr + row.to(tl.int64) * table_stride
+        for start in range(0, num_columns, TABLE_TILE):
+            columns = start + tl.arange(0, TABLE_TILE)
+            is_copied = columns < num_columns
+            copied = tl.load(source + columns, mask=is_copied, other=0)
+            tl.store(destination + columns, tl.where(is_real, copied, 0), mask=is_copied)
+
+
 @triton.jit(do_not_specialize=["num_groups", "num_writes"])
 def _write_kernel(
     writes_ptr,  # [2, N] int64
@@ -211,6 +292,8 @@ def _end_kernel(
     total_lens_ptr,  # [MR] int32  written
     token_ids_ptr,  # [MR, S] int32  written
     counts_ptr,  # [MR, V] int32  written, with COUNTS
+    starts_ptr,  # [R + 1] int32, None: a token each
+    is_due_ptr,  # [R] int32, None: all are due
     token_ids_stride,
     counts_stride,
     COUNTS: tl.constexpr,
@@ -221,13 +304,19 @@ def _end_kernel(
         token = tl.load(tokens_ptr + row)
         total = tl.load(total_lens_ptr + slot)
         computed = tl.load(computed_ptr + slot)
-        tl.store(last_tokens_ptr + slot, token)
-        tl.store(token_ids_ptr + slot * token_ids_stride + total, token.to(tl.int32))
-        tl.store(total_lens_ptr + slot, total + 1)
-        tl.store(computed_ptr + slot, computed + 1)
-        if COUNTS:
-            count_ptr = counts_ptr + slot * counts_stride + token
-            tl.store(count_ptr, tl.load(count_ptr) + 1)
+        num_new = 1
+        is_due = True
+        if starts_ptr is not None:
+            num_new = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
+            is_due = tl.load(is_due_ptr + row) != 0
+        tl.store(computed_ptr + slot, computed + num_new)
+        if is_due:
+            tl.store(last_tokens_ptr + slot, token)
+            tl.store(token_ids_ptr + slot * token_ids_stride + total, token.to(tl.int32))
+            tl.store(total_lens_ptr + slot, total + 1)
+            if COUNTS:
+                count_ptr = counts_ptr + slot * counts_stride + token
+                tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
 def begin_steady_decode(
@@ -271,6 +360,48 @@ def begin_steady_decode(
     )
 
 
+def begin_mixed_step(
+    rows: MixedRows,
+    state: DecodeState,
+    inputs: DecodeInputs,  # written
+    groups: DecodeGroups,  # written
+    computed_tokens: torch.Tensor,  # [2, MR] int32  written
+    sizes: tuple[int, int],
+    padding_slot: int,
+) -> None:
+    """``rose_backend.kernels.decode_step.ops.begin_mixed_step`` on a GPU.
+
+    Args:
+        sizes: ``num_tokens`` and ``max_query_len``.
+    """
+    num_rows, (num_tokens, max_query_len) = len(rows.slots), sizes
+    # With one more program for tokens of no row.
+    grid = (num_rows + 1, max(triton.cdiv(max_query_len, _TOKENS_TILE), 1), len(groups.groups))
+    _begin_mixed_kernel[grid](
+        rows.slots,
+        rows.query_start_loc,
+        rows.is_prompt,
+        state.num_computed_tokens,
+        state.last_tokens,
+        state.token_ids,
+        state.token_ids.stride(0),
+        inputs.input_ids,
+        inputs.positions,
+        inputs.seq_lens,
+        inputs.query_start_loc,
+        inputs.is_padding,
+        inputs.request_slots,
+        computed_tokens[0],
+        computed_tokens[1],
+        groups.layout,
+        num_rows,
+        num_tokens,
+        padding_slot,
+        TOKENS_TILE=_TOKENS_TILE,
+        TABLE_TILE=_TABLE_TILE,
+    )
+
+
 def write_block_ids(
     writes: torch.Tensor,  # [2, N] int64
     groups: DecodeGroups,  # written
@@ -291,6 +422,7 @@ def end_steady_decode(
     slots: torch.Tensor,  # [R] int64
     tokens: torch.Tensor,  # [R] int64
     state: DecodeState,  # written
+    rows: MixedRows | None = None,
 ) -> None:
     """``rose_backend.kernels.decode_step.ops.end_steady_decode`` on a GPU."""
     counts = state.output_counts
@@ -304,6 +436,8 @@ def end_steady_decode(
         state.total_lens,
         state.token_ids,
         state.token_ids if counts is None else counts,
+        None if rows is None else rows.query_start_loc,
+        None if rows is None else rows.is_due,
         state.token_ids.stride(0),
         0 if counts is None else counts.stride(0),
         COUNTS=counts is not None,

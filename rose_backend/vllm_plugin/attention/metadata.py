@@ -147,6 +147,11 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         """[MR] int32: what captured graphs of decodes read computed tokens from; -1 in rows without a request."""
         return self._computed_tokens[0]
 
+    def take_computed_tokens(self) -> torch.Tensor:
+        """Return what graphs of mixed steps read them from, [2, MR] int32, to be written: of decodes, of prefills."""
+        self._has_prefills = True
+        return self._computed_tokens
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Any step on CUDA; with drafts, decodes only, drafts included where decode attention takes them.
