@@ -119,8 +119,8 @@ class PluginConfig(Switches):
     """Schedule and account for steps that only decode for all requests at once; off: vLLM's own loops over requests.
     Needs the block manager."""
     step_graph: bool = True
-    """Replay steps that only decode whole, inputs, sampling and update included; off: vLLM launches what surrounds its
-    decode graph one by one. Needs full CUDA graphs."""
+    """Replay steps whole, inputs, sampling and update included; off: vLLM launches what surrounds its graph of the
+    layers one by one. Needs full CUDA graphs."""
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's
     outputs after the other."""

@@ -291,6 +291,20 @@ class ArmedBatch:
     """Get no token in this step: parts of prompts that are not their last ones."""
 
 
+@dataclass(frozen=True)
+class MixedStep:
+    """What a step with prompts computes, of each request, in the order of rows: those with fewest tokens first."""
+
+    request_ids: list[str]
+    counts: list[int]
+    is_prompt: list[bool]
+    """Its tokens are known from the start."""
+    is_due: list[bool]
+    """Nothing known remains to be computed, so it gets a token."""
+    has_single_tokens: bool
+    """vLLM takes it for a step of decodes: no request has more tokens, and none begins."""
+
+
 _ENDS_WITH_MASKS = ("processed", "mixed")
 _MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
 """Numbers of rows that a mixed step's end is captured for, up to the largest decode graph. Fewer than decode graphs:
@@ -371,7 +385,7 @@ class StepGraphs:
             self._begin_mixed(0, 0, 1)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
-            "Rose step graph: decode steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
+            "Rose step graph: steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
             max(self._desc_of, default=0),
             len(self._all_ends()) * (1 if self._replayed is None else 2) + len(self._sizes),
             time.perf_counter() - start,
@@ -486,7 +500,40 @@ class StepGraphs:
         reason = self._why_prompts_are_not_replayed(output)
         if reason is not None:
             return reason
+        step = self._describe(output)
+        num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
+        most = None if any(step.is_prompt) else step.counts[-1]
+        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, 0, most)
+        size = size_for(self._mixed_sizes, len(step.counts))
+        if size is None:
+            return "more requests than full graphs of decodes take"
+        if desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
+            return "prompts without a full graph"
+        self._armed = None
+        self._update_requests(output)
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in step.request_ids}
+        self._upload_rows(list(slots.values()), step.counts, step.is_prompt, step.is_due)
+        num_rows = desc.num_reqs or desc.num_tokens
+        self._begin_mixed(num_rows, desc.num_tokens, step.counts[-1])
+        self._run_graph_of_layers(desc, num_rows)
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        return ArmedBatch(
+            step.request_ids,
+            end="mixed",
+            draws=bool(self._temperatures[slot_array].any()),
+            num_logprobs=None if logprobs is None else logprobs[0],
+            desc=desc,
+            slots=slots,
+            index_of={request_id: index for index, request_id in enumerate(step.request_ids)},
+            num_rows_of_end=size,
+            undue_rows=tuple(row for row, is_due in enumerate(step.is_due) if not is_due),
+        )
+
+    def _describe(self, output: SchedulerOutput) -> MixedStep:
         slot_of, cached = self._runner.req_states.req_id_to_index, output.scheduled_cached_reqs
+        # Of each request: tokens computed before, and tokens that are known from the start.
         lens = {
             request_id: (num_computed, int(self._prefill_lens[slot_of[request_id]]))
             for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -496,46 +543,15 @@ class StepGraphs:
         # vLLM's order, so that both kinds of steps compute the same.
         request_ids = sort_batch_req_ids(output.num_scheduled_tokens, {}, 1)
         counts = [output.num_scheduled_tokens[request_id] for request_id in request_ids]
-        is_prompt = [lens[request_id][0] < lens[request_id][1] for request_id in request_ids]
-        is_due = [
-            lens[request_id][0] + count >= lens[request_id][1]
-            for request_id, count in zip(request_ids, counts, strict=True)
-        ]
-        # A prompt whose last token alone is left is a decode to attention, unless it is the first one, too.
-        are_decodes = counts[-1] == 1 and all(
-            lens[request_id][0] > 0
-            for request_id, is_one in zip(request_ids, is_prompt, strict=True)
-            if is_one
-        )
-        desc = self._manager.dispatch(
-            len(counts),
-            output.total_num_scheduled_tokens,
-            1 if are_decodes else None,
-            0,
-            None if any(is_prompt) else counts[-1],
-        )
-        size = size_for(self._mixed_sizes, len(counts))
-        if size is None or desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
-            return "prompts without a full graph"
-        self._armed = None
-        self._update_requests(output)
-        slots = {request_id: slot_of[request_id] for request_id in request_ids}
-        self._upload_rows(list(slots.values()), counts, is_prompt, is_due)
-        num_rows = desc.num_reqs or desc.num_tokens
-        self._begin_mixed(num_rows, desc.num_tokens, counts[-1])
-        self._run_graph_of_layers(desc, num_rows)
-        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
-        logprobs = self._sampler.get_logprobs_dims(slot_array)
-        return ArmedBatch(
+        starts, ends = zip(*(lens[request_id] for request_id in request_ids), strict=True)
+        is_prompt = [start < end for start, end in zip(starts, ends, strict=True)]
+        return MixedStep(
             request_ids,
-            end="mixed",
-            draws=bool(self._temperatures[slot_array].any()),
-            num_logprobs=None if logprobs is None else logprobs[0],
-            desc=desc,
-            slots=slots,
-            index_of={request_id: index for index, request_id in enumerate(request_ids)},
-            num_rows_of_end=size,
-            undue_rows=tuple(row for row, due in enumerate(is_due) if not due),
+            counts,
+            is_prompt,
+            is_due=[start + count >= end for start, count, end in zip(starts, counts, ends, strict=True)],
+            has_single_tokens=counts[-1] == 1
+            and all(start > 0 for start, is_one in zip(starts, is_prompt, strict=True) if is_one),
         )
 
     def _why_prompts_are_not_replayed(self, output: SchedulerOutput) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import begin_mixed_step, end_steady_decode, write_block_ids
 from rose_backend.vllm_plugin import step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -31,14 +32,16 @@ from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import (
-    FIELDS_OF_PROMPTS,
+    FIELDS_OF_MIXED_STEPS,
+    FIELDS_OF_OTHER_STEPS,
     NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
     StepGraphs,
+    has_prompts,
     why_engine_is_not_steady,
-    why_step_is_not_steady,
+    why_step_is_not_replayed,
 )
-from tests.support.decode_steps import BLOCK_SIZES, make_case
+from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
 from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
@@ -185,12 +188,20 @@ def test_a_row_without_room_is_an_error(group: int) -> None:
         steps.launch(output)
 
 
-@pytest.mark.parametrize("name", FIELDS_OF_PROMPTS)
+@pytest.mark.parametrize("name", FIELDS_OF_OTHER_STEPS)
 def test_a_step_with_anything_else_is_vllms(name: str) -> None:
     output = make_output(["a"], [5])
-    assert why_step_is_not_steady(output) is None
+    assert why_step_is_not_replayed(output) is None
     setattr(output, name, [1])
-    assert why_step_is_not_steady(output) is not None
+    assert why_step_is_not_replayed(output) is not None
+
+
+@pytest.mark.parametrize("name", FIELDS_OF_MIXED_STEPS)
+def test_prompts_are_recognized_by_what_comes_with_them(name: str) -> None:
+    output = make_output(["a"], [5])
+    assert not has_prompts(output)
+    setattr(output, name, [1])
+    assert has_prompts(output) and why_step_is_not_replayed(output) is None
 
 
 def test_what_a_request_wants_decides(runner: Runner) -> None:
@@ -202,7 +213,7 @@ def test_what_a_request_wants_decides(runner: Runner) -> None:
         ("log-probabilities without Rose's sampler", sampler.sampling_states.num_logprobs, 2),
         ("random draws by vLLM's sampler", sampler.sampling_states.temperature.np, 0.7),
         ("logits processors without Rose's sampler", sampler.needs_logits_processing, True),
-        ("prompts", runner.req_states.prefill_len.np, 4),
+        ("prompts without Rose's sampler", runner.req_states.prefill_len.np, 4),
     ):
         count, kept = STEPS.vllm.get(reason, 0), array[slot]
         array[slot] = value
@@ -255,8 +266,8 @@ class Draws:
 class SamplingRunner(Runner):
     """With Rose's sampler: all that steps sample is replayed."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
+        super().__init__(groups)
         self.processors, self.draws = Processors(), Draws()
         replayed = object.__new__(ReplayedSampling)
         replayed.graphs = self.draws  # type: ignore[assignment]
@@ -271,6 +282,109 @@ class SamplingRunner(Runner):
     def report(self, slot: int, num_logprobs: int) -> None:
         self.sampler.sampling_states.num_logprobs[slot] = num_logprobs
         self.draws.parameters["num_logprobs"][slot] = num_logprobs
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_prompts_are_computed_beside_decodes(
+    groups: tuple[tuple[int, int | None, int], ...], seed: int
+) -> None:
+    """In chunks, after hits, in steps of their own and beside others; one may be in no graph."""
+    runner, choose = SamplingRunner(groups), random.Random(seed)
+    steps, requests, states = StepGraphs(runner), Requests(runner), runner.req_states
+    counted = dict(STEPS.vllm)
+    num_mixed = num_decodes_only = num_last_tokens = 0
+    for _ in range(250):
+        for request_id in list(requests.tokens):
+            is_long = len(requests.tokens[request_id]) >= MAX_LEN - 1
+            if is_long or (choose.random() < 0.06 and request_id in states.req_id_to_index):
+                requests.end(request_id)
+                requests.computed.pop(request_id, None)
+        if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
+            num_tokens = choose.choice([1, 2, 7, 19, 40])
+            requests.arrive(num_tokens, choose.randrange(num_tokens))
+        counts, room = {}, 48 - len(requests.tokens)
+        for request_id, computed in requests.computed.items():
+            most = min(len(requests.tokens[request_id]) - computed, room)
+            counts[request_id] = choose.choice([1, most, choose.randint(1, most)])
+            room -= counts[request_id]
+        output = requests.mixed_step(counts)
+        if not output.total_num_scheduled_tokens:
+            requests.finished = output.finished_req_ids
+            continue
+        num_mixed += has_prompts(output)
+        num_last_tokens += not has_prompts(output) and bool(counts)
+        num_decodes_only += not counts
+        assert steps.launch(output), STEPS.vllm
+        told = steps.take_output(None).get_output()  # type: ignore[union-attr]
+        expected = requests.expect_mixed(output)
+        assert told.req_ids == [*told.req_id_to_index] and set(told.req_ids) == set(expected)
+        assert dict(zip(told.req_ids, told.sampled_token_ids, strict=True)) == expected
+        for request_id, tokens in requests.tokens.items():
+            if request_id not in states.req_id_to_index:
+                continue
+            slot, is_prompt = states.req_id_to_index[request_id], request_id in requests.computed
+            assert states.all_token_ids.gpu[slot, : len(tokens)].tolist() == tokens
+            assert int(states.total_len.gpu[slot]) == len(tokens)
+            computed = requests.computed[request_id] if is_prompt else len(tokens) - 1
+            assert int(states.num_computed_tokens.gpu[slot]) == computed
+            assert is_prompt or int(states.last_sampled_tokens[slot]) == tokens[-1]
+    assert num_mixed > 50 and num_decodes_only > 30 and num_last_tokens > 3
+    assert counted == STEPS.vllm
+
+
+def test_prompts_that_are_vllms_change_nothing() -> None:
+    runner = SamplingRunner()
+    steps, requests, states = StepGraphs(runner), Requests(runner), runner.req_states
+    requests.add(3)
+    request_id = requests.arrive(20, 0)
+
+    def check(reason: str, output: SchedulerOutput) -> None:
+        count, free = STEPS.vllm.get(reason, 0), list(states.free)
+        assert not steps.launch(output) and steps.take_output(None) is None
+        assert STEPS.vllm.get(reason, 0) == count + 1, STEPS.vllm
+        assert request_id not in states.req_id_to_index and states.free == free
+
+    for params, reason in (
+        (SamplingParams(prompt_logprobs=1), "log-probabilities of prompts"),
+        (SamplingParams(logprobs=-1), "more than 20 log-probabilities"),
+        (SamplingParams(logprob_token_ids=[1]), "log-probabilities of given tokens"),
+    ):
+        output = requests.mixed_step({request_id: 5})
+        output.scheduled_new_reqs[0].sampling_params = params
+        check(reason, output)
+    check("prompts without a full graph", requests.mixed_step({request_id: 48}))
+    output = requests.mixed_step({request_id: 5})
+    output.scheduled_cached_reqs.resumed_req_ids = {"request 0"}
+    check("resumed requests", output)
+    runner.report(states.req_id_to_index["request 0"], 21)
+    check("more than 20 log-probabilities", requests.mixed_step({request_id: 5}))
+    runner.report(states.req_id_to_index["request 0"], -1)
+    # Where a part of the prompt has been computed by vLLM's step.
+    runner.prompt_logprobs_worker.token_id_scores["request 5"] = object()
+    check("log-probabilities of prompts", requests.mixed_step({request_id: 5}))
+    runner.prompt_logprobs_worker.token_id_scores.clear()
+    output = requests.mixed_step({request_id: 5})
+    assert steps.launch(output) and steps.take_output(None) is not None
+    requests.expect_mixed(output)
+    runner.prompt_logprobs_worker.uses_prompt_logprobs[states.req_id_to_index[request_id]] = True
+    assert not steps.launch(requests.mixed_step({request_id: 5}))
+
+
+def test_vllms_own_steps_with_prompts_multiply_as_many_rows() -> None:
+    runner = SamplingRunner()
+    steps = StepGraphs(runner)
+    hidden = torch.arange(3, dtype=torch.float64)[:, None]
+    batch = SimpleNamespace(num_tokens=20, num_reqs=3)
+    runner.execute_model_state = SimpleNamespace(
+        input_batch=batch, hidden_states=runner.cudagraph_manager.hidden_states[:32]
+    )
+    steps.note_vllm_step()
+    runner.products.clear()
+    assert runner.model.compute_logits(hidden).argmax(-1).tolist() == [0, 1, 2]
+    # Once: prompts' log-probabilities multiply what they have.
+    assert len(runner.model.compute_logits(hidden)) == 3
+    assert runner.products == [4, 3]
 
 
 def grammar_of(allowed: dict[str, list[int]]) -> Any:
@@ -689,6 +803,42 @@ def test_a_step_leaves_what_vllms_leaves(
         # What attention is told of a request: computed tokens, and none in rows of padding.
         assert torch.equal(ours_of.num_computed_tokens[rows], theirs.inputs.seq_lens[rows] - 1)
     end_steady_decode(case.slots, case.tokens, case.state)
+    run_interpreted(end_as_vllm, theirs, num_requests)
+    for each in fields(case.state):
+        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+
+
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
+@pytest.mark.parametrize("counts", [[1, 1, 1], [30], [1, 1, 1, 2, 9, 130]])
+def test_a_step_with_prompts_leaves_what_vllms_leaves(
+    counts: list[int], block_sizes: tuple[int, ...]
+) -> None:
+    num_requests, num_rows, num_tokens = len(counts), len(counts) + 2, sum(counts) + 5
+    case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes)
+    theirs = case.copy()
+    begin_mixed_step(
+        case.rows,
+        case.state,
+        case.inputs,
+        case.groups,
+        case.computed_tokens,
+        num_tokens=num_tokens,
+        max_query_len=max(counts),
+        padding_slot=NUM_SLOTS,
+    )
+    run_interpreted(begin_as_vllm, theirs, num_requests)
+    rows, tokens = slice(num_rows), slice(sum(counts))
+    for name, part in (
+        ("input_ids", tokens),
+        ("positions", tokens),
+        ("seq_lens", rows),
+        ("query_start_loc", slice(num_rows + 1)),
+    ):
+        assert torch.equal(getattr(case.inputs, name)[part], getattr(theirs.inputs, name)[part]), name
+    for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
+        assert torch.equal(ours_of.block_table[rows], theirs_of.block_table[rows])
+        assert torch.equal(ours_of.slot_mapping[:num_tokens], theirs_of.slot_mapping[:num_tokens])
+    end_steady_decode(case.slots, case.tokens, case.state, case.rows)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
         assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name

@@ -132,33 +132,8 @@ def begin_mixed_step(
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
+    _check_mixed(rows, state, inputs, groups, computed_tokens, num_tokens)
     num_rows = len(rows.slots)
-    check_tensors(
-        slots=(rows.slots, "R", torch.int64),
-        of_rows=(rows.query_start_loc[1:], "R", torch.int32),
-        is_prompt=(rows.is_prompt, "R", torch.int32),
-        computed_tokens=(computed_tokens[:, :num_rows], "2 R", torch.int32),
-        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
-        last_tokens=(state.last_tokens, "MR", torch.int64),
-        token_ids=(state.token_ids, "MR S", torch.int32),
-        input_ids=(inputs.input_ids[:num_tokens], "T", torch.int32),
-        positions=(inputs.positions[:num_tokens], "T", torch.int64),
-        is_padding=(inputs.is_padding[:num_tokens], "T", torch.bool),
-        seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
-        query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
-        request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
-    )
-    for index, group in enumerate(groups.groups):
-        check_tensors(
-            slots=(rows.slots, "R"),
-            is_padding=(inputs.is_padding[:num_tokens], "T"),
-            last_tokens=(state.last_tokens, "MR"),
-            **{
-                f"state_table of group {index}": (group.state_table, "MR MB", torch.int32),
-                f"block_table of group {index}": (group.block_table[:num_rows], "R MB", torch.int32),
-                f"slot_mapping of group {index}": (group.slot_mapping[:num_tokens], "T", torch.int64),
-            },
-        )
     if rows.slots.is_cuda:
         from rose_backend.kernels.decode_step.steady_decode import begin_mixed_step as launch
 
@@ -188,6 +163,43 @@ def begin_mixed_step(
         group.slot_mapping[:num_real] = block * group.block_size + positions % group.block_size
         group.slot_mapping[num_real:num_tokens] = NO_SLOT
     return None
+
+
+def _check_mixed(
+    rows: MixedRows,
+    state: DecodeState,
+    inputs: DecodeInputs,
+    groups: DecodeGroups,
+    computed_tokens: torch.Tensor,
+    num_tokens: int,
+) -> None:
+    num_rows = len(rows.slots)
+    check_tensors(
+        slots=(rows.slots, "R", torch.int64),
+        of_rows=(rows.query_start_loc[1:], "R", torch.int32),
+        is_prompt=(rows.is_prompt, "R", torch.int32),
+        computed_tokens=(computed_tokens[:, :num_rows], "2 R", torch.int32),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        token_ids=(state.token_ids, "MR S", torch.int32),
+        input_ids=(inputs.input_ids[:num_tokens], "T", torch.int32),
+        positions=(inputs.positions[:num_tokens], "T", torch.int64),
+        is_padding=(inputs.is_padding[:num_tokens], "T", torch.bool),
+        seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
+        query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
+        request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
+    )
+    for index, group in enumerate(groups.groups):
+        check_tensors(
+            slots=(rows.slots, "R"),
+            is_padding=(inputs.is_padding[:num_tokens], "T"),
+            last_tokens=(state.last_tokens, "MR"),
+            **{
+                f"state_table of group {index}": (group.state_table, "MR MB", torch.int32),
+                f"block_table of group {index}": (group.block_table[:num_rows], "R MB", torch.int32),
+                f"slot_mapping of group {index}": (group.slot_mapping[:num_tokens], "T", torch.int64),
+            },
+        )
 
 
 def write_block_ids(

@@ -113,6 +113,16 @@ def _count_requests(slots_ptr, num_rows, ROWS_TILE: tl.constexpr):
     return count
 
 
+@triton.jit
+def _copy_blocks(source, destination, num_columns, is_real, TABLE_TILE: tl.constexpr):
+    """Copy the first columns of a block table's row; zeros for a row without a request."""
+    for start in range(0, num_columns, TABLE_TILE):
+        columns = start + tl.arange(0, TABLE_TILE)
+        is_copied = columns < num_columns
+        blocks = tl.load(source + columns, mask=is_copied, other=0)
+        tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
+
+
 # What differs by rows makes no variant: there is a graph of each of dozens of sizes.
 @triton.jit(do_not_specialize=["num_rows", "padding_slot"])
 def _begin_kernel(
@@ -174,12 +184,21 @@ def _begin_kernel(
     tl.store(computed_ptr + row, computed)
     tl.store(slot_mapping_ptr + row, kv_slot)
     num_columns = tl.where(is_real, column + 1, width)
-    destination = table_ptr + far_row * table_stride
-    for start in range(0, num_columns, TABLE_TILE):
-        columns = start + tl.arange(0, TABLE_TILE)
-        is_copied = columns < num_columns
-        blocks = tl.load(source + columns, mask=is_copied, other=0)
-        tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
+    _copy_blocks(source, table_ptr + far_row * table_stride, num_columns, is_real, TABLE_TILE)
+
+
+@triton.jit
+def _pad_tokens(
+    num_real, num_tokens, slot_mapping_ptr, is_padding_ptr, is_first_group, TOKENS_TILE: tl.constexpr
+):
+    """Mark the tokens of no row, each tile of programs its own."""
+    first = num_real + tl.program_id(1) * TOKENS_TILE
+    for start in range(first, num_tokens, TOKENS_TILE * tl.num_programs(1)):
+        tokens = start + tl.arange(0, TOKENS_TILE)
+        mask = tokens < num_tokens
+        tl.store(slot_mapping_ptr + tokens, tl.full((TOKENS_TILE,), -1, tl.int64), mask=mask)
+        if is_first_group:
+            tl.store(is_padding_ptr + tokens, mask, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "padding_slot"])
@@ -213,14 +232,8 @@ def _begin_mixed_kernel(
         state_table_ptr, state_table_stride, table_ptr, table_stride, width, slot_mapping_ptr, _, block_size,
     ) = _load_group(layout_ptr + tl.program_id(2) * 9)  # fmt: skip
     if row == num_rows:
-        # Tokens of no row.
-        first = tl.load(starts_ptr + num_rows) + tile * TOKENS_TILE
-        for start in range(first, num_tokens, TOKENS_TILE * tl.num_programs(1)):
-            tokens = start + tl.arange(0, TOKENS_TILE)
-            mask = tokens < num_tokens
-            tl.store(slot_mapping_ptr + tokens, tl.full((TOKENS_TILE,), -1, tl.int64), mask=mask)
-            if is_first_group:
-                tl.store(is_padding_ptr + tokens, mask, mask=mask)
+        num_real = tl.load(starts_ptr + num_rows)
+        _pad_tokens(num_real, num_tokens, slot_mapping_ptr, is_padding_ptr, is_first_group, TOKENS_TILE)
         return
     slot = tl.load(slots_ptr + row)
     is_real = slot >= 0
@@ -254,12 +267,7 @@ def _begin_mixed_kernel(
             if row == 0:
                 tl.store(query_start_ptr, 0)
         num_columns = tl.where(is_real, (computed + count - 1) // block_size + 1, width)
-        destination = table_ptr + row.to(tl.int64) * table_stride
-        for start in range(0, num_columns, TABLE_TILE):
-            columns = start + tl.arange(0, TABLE_TILE)
-            is_copied = columns < num_columns
-            copied = tl.load(source + columns, mask=is_copied, other=0)
-            tl.store(destination + columns, tl.where(is_real, copied, 0), mask=is_copied)
+        _copy_blocks(source, table_ptr + row.to(tl.int64) * table_stride, num_columns, is_real, TABLE_TILE)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_writes"])

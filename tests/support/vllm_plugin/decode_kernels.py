@@ -1,4 +1,4 @@
-"""Both ends of a decode step by vLLM's own kernels, to be interpreted."""
+"""Both ends of a step by vLLM's own kernels, to be interpreted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from tests.support.decode_steps import NUM_SLOTS, Case
+from tests.support.decode_steps import NUM_SLOTS, Case, MixedCase
 
 KERNELS = {
     "vllm.v1.worker.gpu.input_batch": (
+        "_prepare_prefill_inputs_kernel",
         "_prepare_pos_seq_lens_kernel",
         "_combine_sampled_and_draft_tokens_kernel",
         "_post_update_kernel",
@@ -42,14 +43,30 @@ def _plain(function: Any) -> Any:
 
 
 def begin_as_vllm(case: Case, num_requests: int) -> None:
-    """Write the inputs of a decode step as vLLM's runner does: requests, and padding up to the graph's rows."""
+    """Write the inputs of a step as vLLM's runner does: requests, and padding up to the graph's rows."""
     inputs_of, tables_of = vllm_modules()
     state, inputs, num_rows = case.state, case.inputs, len(case.slots)
     slots = case.slots[:num_requests].clone()
     starts = torch.full((num_rows + 1,), num_requests, dtype=torch.int32)
     starts[: num_requests + 1] = torch.arange(num_requests + 1)
+    prefill_lens, num_tokens = torch.zeros(NUM_SLOTS, dtype=torch.int32), num_rows
+    if isinstance(case, MixedCase):
+        starts, num_tokens = case.rows.query_start_loc, case.num_tokens
+        ends = state.num_computed_tokens[slots] + starts.diff()[:num_requests]
+        # Of a part of a prompt that is not its last one there is more.
+        ends += 3 * (1 - case.rows.is_due[:num_requests])
+        prefill_lens[slots] = ends * case.rows.is_prompt[:num_requests]
     inputs.query_start_loc[: num_rows + 1] = starts
     seq_lens = inputs.seq_lens[:num_rows]
+    inputs_of.prepare_prefill_inputs(
+        inputs.input_ids,
+        torch.zeros(1, NUM_SLOTS, dtype=torch.int32),
+        slots,
+        starts,
+        state.token_ids,
+        prefill_lens,
+        state.num_computed_tokens,
+    )
     inputs_of.prepare_pos_seq_lens(slots, starts, state.num_computed_tokens, inputs.positions, seq_lens)
     inputs_of.combine_sampled_and_draft_tokens(
         inputs.input_ids,
@@ -57,13 +74,15 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         state.last_tokens,
         starts,
         seq_lens,
-        torch.zeros(NUM_SLOTS, dtype=torch.int32),
+        prefill_lens,
         torch.zeros(NUM_SLOTS, 0, dtype=torch.int64),
         torch.arange(num_requests + 1, dtype=torch.int32),
         num_requests,
     )
     groups = case.groups.groups
-    num_blocks = [state.num_computed_tokens // group.block_size + 1 for group in groups]
+    last = state.num_computed_tokens.clone()
+    last[slots] += starts.diff()[:num_requests] - 1
+    num_blocks = [last // group.block_size + 1 for group in groups]
     tables = SimpleNamespace(
         num_kv_cache_groups=len(groups),
         input_block_tables=[group.block_table for group in groups],
@@ -80,7 +99,7 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         cp_interleave=1,
     )
     tables_of.BlockTables.gather_block_tables(tables, slots, num_rows)
-    tables_of.BlockTables.compute_slot_mappings(tables, slots, starts, inputs.positions, num_rows)
+    tables_of.BlockTables.compute_slot_mappings(tables, slots, starts, inputs.positions, num_tokens)
     for group, slot_mapping in zip(groups, tables.slot_mappings, strict=True):
         group.slot_mapping.copy_(slot_mapping)
 
@@ -93,15 +112,18 @@ def end_as_vllm(case: Case, num_requests: int) -> None:
     """Move the state on as vLLM's runner does."""
     inputs_of, _ = vllm_modules()
     state, ones = case.state, torch.ones(num_requests, dtype=torch.int32)
+    starts, num_sampled = torch.arange(num_requests + 1, dtype=torch.int32), ones
+    if isinstance(case, MixedCase):
+        starts, num_sampled = case.rows.query_start_loc[: num_requests + 1], case.rows.is_due[:num_requests]
     inputs_of.post_update(
         case.slots[:num_requests].clone(),
         state.num_computed_tokens,
         state.last_tokens,
         state.output_counts,
         case.tokens[:num_requests, None].clone(),
-        ones,
+        num_sampled,
         torch.zeros_like(ones),
-        torch.arange(num_requests + 1, dtype=torch.int32),
+        starts,
         state.token_ids,
         state.total_lens,
     )

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
 SIZES = (1, 2, 4, 8)
+MIXED_SIZES = (4, 16, 32, 48)
+"""Tokens of graphs of steps with prompts."""
 GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
     "one group": ((BLOCK_SIZE, None, 1),),
     "one group, two shapes": ((BLOCK_SIZE, None, 2),),
@@ -27,7 +30,11 @@ GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
 class Desc:
     num_tokens: int
     cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
-    uniform_token_count: int = 1
+    uniform_token_count: int | None = 1
+
+    @property
+    def num_reqs(self) -> int:
+        return min(self.num_tokens, MAX_REQS)
 
 
 class Tables:
@@ -57,33 +64,59 @@ class Tables:
 
 
 class Manager:
-    """One decode graph for each size: hidden states that depend on every input of a row."""
+    """Graphs of decodes and of steps with prompts: hidden states that depend on every input of a token."""
 
     def __init__(self, runner: Runner) -> None:
-        self.graphs = {Desc(size): None for size in SIZES}
-        self.hidden_states = torch.zeros(SIZES[-1], 1, dtype=torch.float64)
+        mixed = [Desc(size, uniform_token_count=None) for size in MIXED_SIZES]
+        self.graphs = dict.fromkeys([*(Desc(size) for size in SIZES), *mixed])
+        self.hidden_states = torch.zeros(MAX_LEN, 1, dtype=torch.float64)
         self._runner = runner
 
-    def dispatch(self, num_reqs: int, *_: Any) -> Desc:
-        return Desc(next(size for size in SIZES if size >= num_reqs))
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *_: Any) -> Desc:
+        if uniform_token_count == 1:
+            return Desc(next(size for size in SIZES if size >= num_reqs))
+        size = next((size for size in MIXED_SIZES if size >= num_tokens), None)
+        if size is None:
+            return Desc(num_tokens, CUDAGraphMode.NONE, None)
+        return Desc(size, uniform_token_count=None)
 
     def run_fullgraph(self, desc: Desc) -> None:
-        runner, rows = self._runner, desc.num_tokens
-        tables, inputs = runner.block_tables, runner.input_buffers
-        hidden = inputs.input_ids[:rows] + 3 * inputs.positions[:rows]
+        runner, rows, inputs = self._runner, desc.num_reqs, self._runner.input_buffers
+        if desc.uniform_token_count == 1:
+            of_row = torch.arange(rows)
+            offsets = torch.zeros(rows, dtype=torch.int64)
+        else:
+            starts = inputs.query_start_loc[: rows + 1].long()
+            assert (inputs.seq_lens[:rows] >= starts.diff()).all() and not starts[0]
+            of_row = torch.repeat_interleave(torch.arange(rows), starts.diff())
+            offsets = torch.arange(len(of_row)) - starts[of_row]
+            assert torch.equal(
+                inputs.is_padding[: desc.num_tokens], torch.arange(desc.num_tokens) >= starts[-1]
+            )
+            assert (runner.block_tables.slot_mappings[:, len(of_row) : desc.num_tokens] == -1).all()
+        hidden = inputs.input_ids[: len(of_row)] + 3 * inputs.positions[: len(of_row)]
         for index, (block_size, window, _) in enumerate(runner.groups):
             for nth, group in enumerate(runner.attn_groups[index]):
-                lengths = group.get_metadata_builder().decode_computed_tokens[:rows].long() + 1
+                decodes, prompts = group.get_metadata_builder().computed_tokens[:, :rows].long()
+                if desc.uniform_token_count == 1:
+                    computed = decodes
+                else:
+                    # A row is of one kind at most; padding is of none.
+                    computed = torch.maximum(decodes, prompts)
+                    is_row = starts.diff() > 0
+                    assert torch.equal((decodes >= 0).int() + (prompts >= 0).int(), is_row.int())
+                    assert torch.equal(prompts >= 0, starts.diff() > 1)
+                lengths = computed[of_row] + offsets + 1
                 hidden += (5 + nth) * lengths
-            table = tables.input_block_tables[index][:rows].long()
+            table = runner.block_tables.input_block_tables[index][of_row].long()
             columns = torch.arange(table.shape[1])[None]
             # Columns behind the sequence, and those that the window has passed, may hold anything.
             used = columns * block_size < lengths[:, None]
             if window is not None:
                 used &= (columns + 1) * block_size > (lengths - window)[:, None]
             hidden += (7 + index) * (table * used * (columns + 1)).sum(1)
-            hidden += (11 + index) * tables.slot_mappings[index, :rows]
-        self.hidden_states[:rows, 0] = hidden
+            hidden += (11 + index) * runner.block_tables.slot_mappings[index, : len(of_row)]
+        self.hidden_states[: len(of_row), 0] = hidden
 
 
 class Runner:
@@ -120,6 +153,9 @@ class Runner:
             needs_logits_processing=np.zeros(MAX_REQS, bool),
             penalties_state=SimpleNamespace(output_bin_counts=torch.zeros(MAX_REQS, VOCAB_SIZE, **ints)),
             get_logprobs_dims=self._logprobs_dims,
+        )
+        self.prompt_logprobs_worker = SimpleNamespace(
+            uses_prompt_logprobs=np.zeros(MAX_REQS, bool), token_id_scores={}
         )
         self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
         self.products: list[int] = []
@@ -167,7 +203,19 @@ class Runner:
     def free_states(self, output: SchedulerOutput) -> None:
         pass
 
-    add_requests = free_states
+    def add_requests(self, output: SchedulerOutput) -> None:
+        """Put new requests in, of whose prompts tokens may have been computed before."""
+        states = self.req_states
+        for new in output.scheduled_new_reqs:
+            slot = states.free.pop()
+            states.req_id_to_index[new.req_id] = slot
+            assert new.prefill_token_ids is not None
+            num_tokens = len(new.prefill_token_ids)
+            states.prefill_len.np[slot] = states.total_len.gpu[slot] = num_tokens
+            states.num_computed_tokens.gpu[slot] = new.num_computed_tokens
+            states.all_token_ids.gpu[slot, :num_tokens] = torch.tensor(new.prefill_token_ids)
+            self.sampler.penalties_state.output_bin_counts[slot] = 0
+            self.block_tables.append_block_ids(slot, new.block_ids, overwrite=True)
 
     def update_requests(self, output: SchedulerOutput) -> None:
         cached = output.scheduled_cached_reqs
@@ -183,7 +231,7 @@ class Runner:
         self.block_tables.apply_staged_writes()
         ids = output.scheduled_cached_reqs.req_ids
         slots = [self.req_states.req_id_to_index[each] for each in ids]
-        desc = self.cudagraph_manager.dispatch(len(ids))
+        desc = self.cudagraph_manager.dispatch(len(ids), len(ids), 1)
         states, inputs, rows = self.req_states, self.input_buffers, len(ids)
         computed = states.num_computed_tokens.gpu[slots]
         inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
@@ -218,7 +266,12 @@ class Runner:
 
 
 def _group_with_builder() -> SimpleNamespace:
-    builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, dtype=torch.int32))
+    computed_tokens = torch.full((2, MAX_REQS), -1, dtype=torch.int32)
+    builder = SimpleNamespace(
+        computed_tokens=computed_tokens,
+        decode_computed_tokens=computed_tokens[0],
+        take_computed_tokens=lambda: computed_tokens,
+    )
     return SimpleNamespace(get_metadata_builder=lambda: builder)
 
 
@@ -231,6 +284,8 @@ class Requests:
         self.blocks: dict[str, tuple[list[int], ...]] = {}
         self.finished: set[str] = set()
         self.count = 0
+        self.computed: dict[str, int] = {}
+        """Of requests whose prompt is not over; they are in ``tokens``, too."""
 
     def come_and_go(self, choose: random.Random) -> None:
         """Add a request where there is room, by chance, and end some and those that are full."""
@@ -252,6 +307,56 @@ class Requests:
     def end(self, request_id: str) -> None:
         del self.tokens[request_id]
         self.finished.add(request_id)
+
+    def arrive(self, num_prompt_tokens: int, num_cached: int) -> str:
+        """Let a request come whose prompt the next steps compute, after ``num_cached`` of its tokens."""
+        request_id = f"request {self.count}"
+        self.count += 1
+        self.tokens[request_id] = [
+            (5 * self.count + index) % VOCAB_SIZE for index in range(num_prompt_tokens)
+        ]
+        self.blocks[request_id] = self.runner.new_blocks(self.count, num_prompt_tokens)
+        self.computed[request_id] = num_cached
+        return request_id
+
+    def mixed_step(self, counts: dict[str, int]) -> SchedulerOutput:
+        """Return a step of decodes, and of ``counts`` tokens of prompts that are not over."""
+        prompts = {each: count for each, count in counts.items() if each in self.computed}
+        left = {each: tokens for each, tokens in self.tokens.items() if each not in self.computed}
+        waiting, self.tokens = self.tokens, left
+        output, self.tokens = self.step(), waiting
+        cached, known = output.scheduled_cached_reqs, self.runner.req_states.req_id_to_index
+        for request_id, count in prompts.items():
+            output.num_scheduled_tokens[request_id] = count
+            output.total_num_scheduled_tokens += count
+            if request_id in known:
+                cached.req_ids.append(request_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(self.computed[request_id])
+                cached.num_output_tokens.append(0)
+                continue
+            new = SimpleNamespace(
+                req_id=request_id,
+                prefill_token_ids=list(self.tokens[request_id]),
+                num_computed_tokens=self.computed[request_id],
+                block_ids=self.blocks[request_id],
+                sampling_params=SamplingParams(temperature=0.0),
+            )
+            output.scheduled_new_reqs.append(new)  # type: ignore[arg-type]
+        return output
+
+    def expect_mixed(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Return the next token of each request of a step, none of those whose prompt goes on; append it."""
+        told = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            if request_id in self.computed:
+                self.computed[request_id] += count
+                if self.computed[request_id] < len(self.tokens[request_id]):
+                    told[request_id] = list[int]()
+                    continue
+                del self.computed[request_id]
+            told[request_id] = [self._next(request_id)]
+        return told
 
     def step(self) -> SchedulerOutput:
         """Return the scheduler's output of a step for all, with a block where one is needed."""
