@@ -347,7 +347,7 @@ class StepGraphs:
             self._record = ReportRecord(most, runner.vocab_size, device)
             parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
             self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
-            self._row_inputs = _row_inputs(runner.max_num_reqs, device)
+            self._row_inputs = _row_inputs(max(most, runner.max_num_reqs), device)
             self._rows = MixedRows(**self._row_inputs.tensors)
             # Hidden states of the rows' last tokens.
             self._last_hidden = torch.zeros_like(self._manager.hidden_states[:most])
