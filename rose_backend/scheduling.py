@@ -206,6 +206,9 @@ _MAX_SLOWDOWN, _MAX_DELAY_IN_STEPS = 0.15, 8
 """A factor is too small if prompts are over later than without a budget by more than this share of the first prompt's
 own time and this many decode steps. With 4 steps instead of 8, a prompt of 4096 tokens of Llama 8B gets a factor of 2:
 gaps of 13.8 ms instead of 10.4 ms, and its first token after 126 ms instead of 145 ms; without a budget 101 ms."""
+_SHARE_FOR_LESS = 1 / 4
+"""Of that delay, for a smaller factor than that of the step before: what is left of a prompt would be granted the whole
+delay anew, step by step."""
 _RARE_PROMPTS, _RARE_STEPS = 10, 2000
 """Fewer prompts than these in as many steps are at most 0.5 % of the gaps: the 99th percentile does not see them."""
 _MIN_PROMPT_TOKENS = 32
@@ -257,6 +260,9 @@ class StepBudget:
         self._largest = 0
         self._rate = self._overhead_s = 0.0
         self._limit = 0
+        # Of the factor of the step before; 0 after a step without prompts.
+        self._last_index = 0
+        self._is_limited = self._is_raised = self._is_given_up = False
         self._share_computed = 1.0
         # The steps in which the last prompts began.
         self._begins: deque[int] = deque(maxlen=_RARE_PROMPTS)
@@ -270,6 +276,7 @@ class StepBudget:
     def note_decode_step(self, seconds: float) -> None:
         """Note the time of a step that only decodes, from the end of the one before to its own."""
         self._num_steps += 1
+        self._last_index = 0
         self._gaps.append(seconds)
         if not self._num_steps % _GAPS_PER_MEDIAN:
             self._note_median()
@@ -303,8 +310,14 @@ class StepBudget:
             1 - num_cached_tokens / num_tokens - self._share_computed
         ) * _NEW_SHARE_OF_CACHED
 
-    def may_limit(self) -> bool:
-        """Whether a step with prompts and decodes may get a limit, whatever its prompts are."""
+    def new_step_starts(self) -> bool:
+        """Forget the limit of the step before.
+
+        Returns:
+            Whether this one may get a limit if it has decodes and prompts, whatever these are.
+        """
+        self._limit = 0
+        self._is_limited = self._is_raised = self._is_given_up = False
         if self._seconds is not None:
             return True
         begins = self._begins
@@ -322,40 +335,48 @@ class StepBudget:
             waiting: of prompts that have not begun, all tokens, first come first; more than ``MAX_WAITING_LOOKED_AT``
                 need not be given.
         """
-        self._limit = 0
-        if not self.may_limit():
+        if not self.new_step_starts():
             return None
         waiting_tokens = sum(waiting) * self._share_computed
         backlog = sum(begun) + waiting_tokens
         if self._seconds is not None:
             limit = self._fixed_limit(self._seconds)
         elif len(waiting) > MAX_WAITING_LOOKED_AT:
-            self.num_given_up += 1
+            self._is_given_up = True
             return None
         else:
             first = begun[0] if begun else waiting_tokens / max(len(waiting), 1)
             factor = self._factor(backlog, first)
             if factor is None:
-                self.num_given_up += 1
+                self._is_given_up = True
                 return None
             limit = self._limit_of(factor * self._decode_s)
-            self.num_raised += factor > _FACTORS[0] and limit < backlog
-        self.num_limited += limit < backlog
+            self._is_raised = factor > _FACTORS[0] and limit < backlog
+        self._is_limited = limit < backlog
         self._limit = limit
         return limit
+
+    def count_step(self) -> None:
+        """Count the step that was last asked about, once it is known to compute prompt tokens."""
+        self.num_limited += self._is_limited
+        self.num_raised += self._is_raised
+        self.num_given_up += self._is_given_up
 
     def _fixed_limit(self, seconds: float) -> int:
         return max(self._limit_of(seconds), _MIN_PROMPT_TOKENS) if self._rate else _FIRST_PROMPT_TOKENS
 
     def _factor(self, backlog: float, first: float) -> float | None:
         allowed_s = _MAX_SLOWDOWN * first / self._rate + _MAX_DELAY_IN_STEPS * self._decode_s
-        for factor in _FACTORS:
+        for index, factor in enumerate(_FACTORS):
             step_s = factor * self._decode_s
             limit = self._limit_of(step_s)
             if limit < _MIN_PROMPT_TOKENS:
                 continue
-            if limit >= backlog or backlog / limit * step_s - backlog / self._rate <= allowed_s:
+            delay_s = 0.0 if limit >= backlog else backlog / limit * step_s - backlog / self._rate
+            if delay_s <= (allowed_s if index >= self._last_index else allowed_s * _SHARE_FOR_LESS):
+                self._last_index = index
                 return factor
+        self._last_index = len(_FACTORS)
         return None
 
     def _limit_of(self, seconds: float) -> int:

@@ -137,7 +137,7 @@ def test_what_cannot_be_cut_is_computed_in_the_next_step(
 ) -> None:
     simulation, clock = start(make_config, monkeypatch, "auto")
     budget = simulation.scheduler._step_budget
-    monkeypatch.setattr(budget, "may_limit", lambda: True)
+    monkeypatch.setattr(budget, "new_step_starts", lambda: True)
     # As if no part of a prompt fitted.
     monkeypatch.setattr(budget, "max_prompt_tokens", lambda begun, waiting: 0)
     send(simulation, 3)

@@ -275,8 +275,7 @@ class BatchedScheduling(Scheduler):
         None, no limit, also follows a limit that no prompt could use: parts of it may have to be computed whole.
         """
         budget = self._step_budget
-        if budget is None or self._is_limit_too_small or not budget.may_limit():
-            self._is_limit_too_small = False
+        if budget is None or not budget.new_step_starts() or self._is_limit_too_small:
             return None
         begun = [
             request.num_tokens - request.num_computed_tokens
@@ -286,10 +285,7 @@ class BatchedScheduling(Scheduler):
         waiting = [request.num_tokens for request in islice(self.waiting, MAX_WAITING_LOOKED_AT + 1)]
         if not begun and not waiting:
             return None
-        limit = budget.max_prompt_tokens(begun, waiting)
-        if budget.num_limited and self._budget_log.is_over():
-            logger.info("Rose step budget, steps with prompts since start-up: %s", budget)
-        return limit
+        return budget.max_prompt_tokens(begun, waiting)
 
     def _note_prompts(self, output: SchedulerOutput, limit: int | None, num_prompt_tokens: int) -> None:
         """Note which prompts begin in a step, before the batch is put first, and whether it let any of them through.
@@ -302,6 +298,10 @@ class BatchedScheduling(Scheduler):
         if budget is None:
             return
         self._is_limit_too_small = limit is not None and not num_prompt_tokens
+        if num_prompt_tokens:
+            budget.count_step()
+            if budget.num_limited and self._budget_log.is_over():
+                logger.info("Rose step budget, steps with prompts since start-up: %s", budget)
         for new in output.scheduled_new_reqs:
             budget.note_prompt(self.requests[new.req_id].num_prompt_tokens, new.num_computed_tokens)
 
