@@ -17,6 +17,8 @@ from rose_backend.errors import ConfigError, nearest_name_hint
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATION_CONFIGS = ("auto", "none")
+STEP_BUDGETS = ("auto", "off")
+"""Besides numbers of milliseconds."""
 
 MAX_RUN_AHEAD = 4
 MAX_NUM_THREADS = 1024
@@ -127,6 +129,14 @@ class PluginConfig(Switches):
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
     of the same name."""
+    step_budget: str | float = "auto"
+    """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
+    prompts would wait too long; a number: this many milliseconds; ``off``: for as many prompt tokens as vLLM gives a
+    step. Needs batched scheduling."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "step_budget", read_step_budget("step_budget", self.step_budget))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +184,14 @@ class EngineConfig(Switches):
     ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""
     max_queue_size: int = 10_000
     """Requests that may wait; one more is refused."""
+    step_budget_ms: str | float = "auto"
+    """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
+    prompts would wait too long; a number: this many milliseconds; ``off``: for ``max_num_batched_tokens``. Needs
+    chunked prefill; no effect on ``LLM.generate``, whose outputs nobody reads before their end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "step_budget_ms", read_step_budget("step_budget_ms", self.step_budget_ms))
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
@@ -205,6 +220,25 @@ class EngineConfig(Switches):
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_step_budget(name: str, value: object) -> str | float:
+    """Return ``auto``, ``off`` or a number of milliseconds, from a number or a text.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if value in STEP_BUDGETS:
+        return str(value)
+    try:
+        milliseconds = float(value) if isinstance(value, str) or _is_number(value) else 0.0
+    except ValueError:
+        milliseconds = 0.0
+    if not 0.0 < milliseconds < float("inf"):
+        raise ConfigError(
+            f"{name}: got {value!r}, allowed are {', '.join(STEP_BUDGETS)} and a number of milliseconds above 0"
+        )
+    return milliseconds
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:

@@ -10,10 +10,13 @@ was measured with, and at what cost on either side of it.
   block, so the plug-in extends all full rows together instead (``vllm_plugin/kv_cache/``).
 - Token counts that depend on the device: the budget of a step, which vLLM has already, and the prefix that a prompt
   waits for.
+- Step budget, of both engines: how many prompt tokens a step may compute beside decodes, so that these go on in time.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -192,3 +195,194 @@ def top_up(manager: BlockManager, rows: IntArray, num_tokens: Int32Array, max_nu
 
 def _num_spare_blocks(manager: BlockManager, num_rows: int) -> int:
     return min(manager.num_free_blocks // (num_rows * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)
+
+
+MAX_WAITING_LOOKED_AT = 64
+"""With more prompts waiting than these, a step has no budget: what counts then is how many are served."""
+_FACTORS = (1.5, 2.0, 2.5, 3.0)
+"""Times a plain decode step that a step with prompts may take. All these numbers were chosen in the simulations of
+``tests/test_step_budget.py``, whose devices are those of Llama 8B and Qwen3 0.6B on an H100."""
+_MAX_SLOWDOWN, _MAX_DELAY_IN_STEPS = 0.15, 8
+"""A factor is too small if prompts are over later than without a budget by more than this share of the first prompt's
+own time and this many decode steps. With 4 steps instead of 8, a prompt of 4096 tokens of Llama 8B gets a factor of 2:
+gaps of 13.8 ms instead of 10.4 ms, and its first token after 126 ms instead of 145 ms; without a budget 101 ms."""
+_SHARE_FOR_LESS = 1 / 4
+"""Of that delay, for a smaller factor than that of the step before: what is left of a prompt would be granted the whole
+delay anew, step by step."""
+_RARE_PROMPTS, _RARE_STEPS = 10, 2000
+"""Fewer prompts than these in as many steps are at most 0.5 % of the gaps: the 99th percentile does not see them."""
+_MIN_PROMPT_TOKENS = 32
+"""A step with less of a prompt takes as long as one with this, and each step over again streams the weights."""
+_PROMPT_TOKENS_UNIT = 16
+"""Budgets are multiples of it, the usual size of a block. They grow by half where a step of 32 tokens takes no longer
+than a decode step, so a unit of 32 would hold them there for ever."""
+_FIRST_PROMPT_TOKENS = 512
+"""Of the first steps under a fixed number of milliseconds, before anything is known."""
+_NUM_GAPS, _GAPS_PER_MEDIAN = 64, 16
+_NEW_SHARE, _NEW_SHARE_OF_CACHED = 1 / 4, 1 / 8
+_KEPT_OVERHEAD = 1 - 1 / 256
+"""After a step that was long enough to tell the rate. Where small steps cost too much, none is tried for a while."""
+
+
+class StepBudget:
+    """How many prompt tokens a step may compute beside decodes so that it takes little longer than a plain decode step.
+
+    Every client that reads tokens waits for the whole step. Smaller steps take a prompt longer, because each of them
+    pays for what a step costs whatever its size: a factor of 1.5 is tried first, and larger ones, then no limit, where
+    prompts would wait too long, see ``max_prompt_tokens``.
+
+    It learns from the steps' times, which the caller measures: the median ``d`` of plain decode steps; the rate of
+    prompt tokens in large steps; and the overhead, what a small step takes beyond its tokens at that rate. Its budget
+    ``(1.5 * d - overhead) * rate`` converges to the tokens whose step takes ``1.5 * d``, whatever the curve between is.
+
+    Args:
+        seconds: that a step with prompts may take. None: as many as follow from the plain decode steps.
+
+    Attributes:
+        num_limited: steps whose prompts did not fit into their budget.
+        num_raised: those of them with a larger budget than the smallest factor's.
+        num_given_up: steps that had no limit because prompts would have waited too long.
+    """
+
+    @classmethod
+    def of(cls, option: str | float) -> StepBudget | None:
+        """Return that of an option, ``auto``, ``off`` or milliseconds; None if it is off."""
+        if option == "off":
+            return None
+        return cls(None if option == "auto" else float(option) / 1e3)
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.num_limited = self.num_raised = self.num_given_up = 0
+        self._seconds = seconds
+        self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
+        self._num_steps = 0
+        self._decode_s = 0.0
+        self._largest = 0
+        self._rate = self._overhead_s = 0.0
+        self._limit = 0
+        # Of the factor of the step before; 0 after a step without prompts.
+        self._last_index = 0
+        self._is_limited = self._is_raised = self._is_given_up = False
+        self._share_computed = 1.0
+        # The steps in which the last prompts began.
+        self._begins: deque[int] = deque(maxlen=_RARE_PROMPTS)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_limited} with fewer prompt tokens than there were, {self.num_raised} of these longer than "
+            f"{_FACTORS[0]:g} decode steps; {self.num_given_up} without a limit because prompts would have waited"
+        )
+
+    def note_decode_step(self, seconds: float) -> None:
+        """Note the time of a step that only decodes, from the end of the one before to its own."""
+        self._num_steps += 1
+        self._last_index = 0
+        self._gaps.append(seconds)
+        if not self._num_steps % _GAPS_PER_MEDIAN:
+            self._note_median()
+
+    def note_mixed_step(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Note the time of a step with decodes and, in addition, ``num_prompt_tokens`` of prompts, at least 1."""
+        self._num_steps += 1
+        if not self._num_steps % _GAPS_PER_MEDIAN:
+            self._note_median()
+        # It takes no less than its decodes alone. It seems to where the step before was read late.
+        seconds = max(seconds, self._decode_s)
+        if not self._rate:
+            self._rate, self._largest = num_prompt_tokens / seconds, num_prompt_tokens
+            return
+        self._largest = max(self._largest, num_prompt_tokens)
+        rate = num_prompt_tokens / seconds
+        if 2 * num_prompt_tokens >= self._largest or rate > self._rate:
+            self._rate += (min(rate, 2 * self._rate) - self._rate) * _NEW_SHARE
+            self._overhead_s *= _KEPT_OVERHEAD
+        elif 2 * num_prompt_tokens >= self._limit:
+            # The end of a prompt is smaller than its budget; it takes the time of the decodes and tells nothing. A
+            # pause of the process counts like a step that fits into no budget.
+            overhead_s = max(seconds - num_prompt_tokens / self._rate, 0.0)
+            overhead_s = min(overhead_s, max(_FACTORS[-1] * self._decode_s, self._seconds or 0.0))
+            self._overhead_s += (overhead_s - self._overhead_s) * _NEW_SHARE
+
+    def note_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Note that a prompt of ``num_tokens`` has begun; the prefix cache has supplied ``num_cached_tokens``."""
+        self._begins.append(self._num_steps)
+        self._share_computed += (
+            1 - num_cached_tokens / num_tokens - self._share_computed
+        ) * _NEW_SHARE_OF_CACHED
+
+    def new_step_starts(self) -> bool:
+        """Forget the limit of the step before.
+
+        Returns:
+            Whether this one may get a limit if it has decodes and prompts, whatever these are.
+        """
+        self._limit = 0
+        self._is_limited = self._is_raised = self._is_given_up = False
+        if self._seconds is not None:
+            return True
+        begins = self._begins
+        is_often = len(begins) == _RARE_PROMPTS and begins[0] > self._num_steps - _RARE_STEPS
+        return is_often and self._rate > 0.0 and self._decode_s > 0.0
+
+    def max_prompt_tokens(self, begun: Sequence[int], waiting: Sequence[int]) -> int | None:
+        """Return how many prompt tokens the next step may compute beside its decodes; None: no limit.
+
+        The smallest factor with which the prompts that are known are over soon enough; none where all take too long,
+        or where even the largest leaves no room for prompt tokens.
+
+        Args:
+            begun: of each prompt that has begun, the tokens that are not computed, first come first.
+            waiting: of prompts that have not begun, all tokens, first come first; more than ``MAX_WAITING_LOOKED_AT``
+                need not be given.
+        """
+        if not self.new_step_starts():
+            return None
+        waiting_tokens = sum(waiting) * self._share_computed
+        backlog = sum(begun) + waiting_tokens
+        if self._seconds is not None:
+            limit = self._fixed_limit(self._seconds)
+        elif len(waiting) > MAX_WAITING_LOOKED_AT:
+            self._is_given_up = True
+            return None
+        else:
+            first = begun[0] if begun else waiting_tokens / max(len(waiting), 1)
+            factor = self._factor(backlog, first)
+            if factor is None:
+                self._is_given_up = True
+                return None
+            limit = self._limit_of(factor * self._decode_s)
+            self._is_raised = factor > _FACTORS[0] and limit < backlog
+        self._is_limited = limit < backlog
+        self._limit = limit
+        return limit
+
+    def count_step(self) -> None:
+        """Count the step that was last asked about, once it is known to compute prompt tokens."""
+        self.num_limited += self._is_limited
+        self.num_raised += self._is_raised
+        self.num_given_up += self._is_given_up
+
+    def _fixed_limit(self, seconds: float) -> int:
+        return max(self._limit_of(seconds), _MIN_PROMPT_TOKENS) if self._rate else _FIRST_PROMPT_TOKENS
+
+    def _factor(self, backlog: float, first: float) -> float | None:
+        allowed_s = _MAX_SLOWDOWN * first / self._rate + _MAX_DELAY_IN_STEPS * self._decode_s
+        for index, factor in enumerate(_FACTORS):
+            step_s = factor * self._decode_s
+            limit = self._limit_of(step_s)
+            if limit < _MIN_PROMPT_TOKENS:
+                continue
+            delay_s = 0.0 if limit >= backlog else backlog / limit * step_s - backlog / self._rate
+            if delay_s <= (allowed_s if index >= self._last_index else allowed_s * _SHARE_FOR_LESS):
+                self._last_index = index
+                return factor
+        self._last_index = len(_FACTORS)
+        return None
+
+    def _limit_of(self, seconds: float) -> int:
+        limit = int((seconds - self._overhead_s) * self._rate)
+        return limit - limit % _PROMPT_TOKENS_UNIT
+
+    def _note_median(self) -> None:
+        if self._gaps:
+            self._decode_s = sorted(self._gaps)[len(self._gaps) // 2]

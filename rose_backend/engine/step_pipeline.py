@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -177,6 +178,12 @@ class _StepInFlight:
     """The decode part drew again for some slots, and has a report of it."""
     drawn: Drawn | None
     is_over: torch.cuda.Event | None
+    started_s: float
+    over_s: float | None
+    """When it was over, where the host has computed it; None: to be found out when it is read. Both in the seconds of
+    ``time.perf_counter``."""
+    num_prompt_tokens: int | None
+    """That it computes beside decodes; None without decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +240,7 @@ class StepPipeline:
         if device.type != "cpu":
             self._events = [torch.cuda.Event() for _ in range(depth + 2)]
             self._stream = torch.cuda.current_stream(device)
+        self._last_end_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -301,6 +309,7 @@ class StepPipeline:
 
     def _start(self, step: Step) -> _StepInFlight:
         self._count(step)
+        started_s = time.perf_counter()
         forwarded = self._runner.forward(step)
         slots = forwarded.slots
         all_slots = decode_slots = forwarded.decode_slots.astype(np.int64)
@@ -318,6 +327,9 @@ class StepPipeline:
             len(decode_slots) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
             self._record(),
+            started_s,
+            None if self._events else time.perf_counter(),
+            int(step.num_new_tokens[step.num_decodes :].sum()) if step.num_decodes else None,
         )
 
     def _note_computed(self, forwarded: Forwarded) -> NDArray[np.intp]:
@@ -341,9 +353,18 @@ class StepPipeline:
         """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
         self.counters.computed_tokens += len(last.batch.slots)
+        started_s = time.perf_counter()
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
-            last.batch, last.decode_rows, decode_step, last.needs_sampling_extras, None, self._record()
+            last.batch,
+            last.decode_rows,
+            decode_step,
+            last.needs_sampling_extras,
+            None,
+            self._record(),
+            started_s,
+            None if self._events else time.perf_counter(),
+            0,
         )
 
     def _record(self) -> torch.cuda.Event | None:
@@ -356,6 +377,7 @@ class StepPipeline:
 
     def _read(self, step: _StepInFlight) -> SampledTokens:
         self._wait(step)
+        self._note_time(step)
         batch, drawn = step.batch, step.drawn
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
         if drawn is not None:
@@ -385,6 +407,18 @@ class StepPipeline:
     def _wait(self, step: _StepInFlight) -> None:
         if step.is_over is not None:
             step.is_over.synchronize()
+
+    def _note_time(self, step: _StepInFlight) -> None:
+        """Tell the step budget how long a step that is over took, from the end of the one before or its own start."""
+        over_s = time.perf_counter() if step.over_s is None else step.over_s
+        start_s, self._last_end_s = max(self._last_end_s, step.started_s), over_s
+        budget = self._scheduler.step_budget
+        if budget is None or step.num_prompt_tokens is None:
+            return
+        if step.num_prompt_tokens:
+            budget.note_mixed_step(step.num_prompt_tokens, over_s - start_s)
+        else:
+            budget.note_decode_step(over_s - start_s)
 
     def _count(self, step: Step) -> None:
         slots, counts, counters, state = step.slots, step.num_new_tokens, self.counters, self._state

@@ -154,6 +154,7 @@ def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: Mode
     manager = "RoseKVCacheManager" if options.uses_rose_manager(vllm_config) else "vLLM's own"
     names = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
     off = [name for name in names if not getattr(switches, name)]
+    off += ["step_budget"] if switches.step_budget == "off" else []
     parts = (
         f"attention ROSE ({attention}{_describe_graphs(vllm_config)})",
         f"block manager {manager} ({_describe_hits(vllm_config, switches)})",
@@ -192,10 +193,11 @@ def _describe_idle_parts(vllm_config: VllmConfig, switches: PluginConfig, choice
         "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
         "exact_cached_tokens": None if options.uses_rose_manager(vllm_config) else options.NEEDS_MANAGER,
         "joined_outputs": "vLLM's Rust front end" if options.has_rust_front_end(vllm_config) else None,
+        "step_budget": options.why_steps_have_no_budget(vllm_config),
     }
     names_of: dict[str, list[str]] = {}
     for name, reason in why_idle.items():
-        if reason is not None and getattr(switches, name):
+        if reason is not None and getattr(switches, name) not in (False, "off"):
             names_of.setdefault(reason, []).append(name)
     return ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in names_of.items())
 

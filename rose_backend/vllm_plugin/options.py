@@ -156,21 +156,38 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     return first_reason(reasons)
 
 
-def splits_steps(vllm_config: VllmConfig) -> bool:
-    """Whether a step may be scheduled in two parts: decoding requests at once, and the rest after them by vLLM.
+def why_steps_are_not_split(vllm_config: VllmConfig) -> str | None:
+    """Return why a step cannot be scheduled in two parts, decoding requests at once and the rest after them by vLLM.
 
     Not where vLLM needs all running requests to decide about one: to preempt by priority, to keep a watermark of free
     blocks, to count adapters, or to limit long prefills. And ``max_num_scheduled_tokens``, which is reduced by the
     first part, must be the binding limit.
+
+    Returns:
+        The reason; None if steps may be split.
     """
     scheduler_config = vllm_config.scheduler_config
-    return (
-        (scheduler_config.max_num_scheduled_tokens or 0) <= scheduler_config.max_num_batched_tokens
-        and scheduler_config.policy == "fcfs"
-        and scheduler_config.watermark == 0.0
-        and scheduler_config.long_prefill_token_threshold == 0
-        and vllm_config.lora_config is None
-    )
+    num_tokens = scheduler_config.max_num_scheduled_tokens or 0
+    reasons = {
+        "max_num_scheduled_tokens": num_tokens > scheduler_config.max_num_batched_tokens,
+        "priorities": scheduler_config.policy != "fcfs",
+        "--watermark": scheduler_config.watermark != 0.0,
+        "--long-prefill-token-threshold": scheduler_config.long_prefill_token_threshold != 0,
+        "LoRA": vllm_config.lora_config is not None,
+    }
+    return first_reason(reasons)
+
+
+def why_steps_have_no_budget(vllm_config: VllmConfig) -> str | None:
+    """Return why the prompt tokens of a step are not limited by the time it takes; None if they may be."""
+    scheduler_config = vllm_config.scheduler_config
+    reasons = {
+        "batched_scheduling off": not rose_options(vllm_config).batched_scheduling,
+        "no chunked prefill": not scheduler_config.enable_chunked_prefill,
+        "--disable-chunked-mm-input": scheduler_config.disable_chunked_mm_input,
+    }
+    why_not_split = why_decodes_go_one_by_one(vllm_config) or why_steps_are_not_split(vllm_config)
+    return why_not_split or first_reason(reasons)
 
 
 def replays_steps(vllm_config: VllmConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from vllm.config import AttentionConfig, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from rose_backend.config import PluginConfig
+from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.config_hook import _choose_scheduler, describe_parts, keep_compiled_kernels
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
@@ -24,6 +27,7 @@ from rose_backend.vllm_plugin.options import (
     has_sliding_windows,
     is_rose_selected,
     rose_options,
+    why_steps_have_no_budget,
 )
 from tests.support.vllm_plugin.configs import (
     MIXED_WINDOWS,
@@ -57,7 +61,11 @@ LINES: dict[str, tuple[dict[str, Any], str]] = {
     "no hits": (rose(prefix_cache=False, token_granular_hits=False), "(no prefix cache);"),
     "no batches": (
         rose(batched_scheduling=False),
-        "decodes scheduled one by one;|; disabled: batched_scheduling; ",
+        "decodes scheduled one by one;|; disabled: batched_scheduling; |step_budget (batched_scheduling off)",
+    ),
+    "no budget": (
+        rose(step_budget="off", batched_scheduling=False),
+        "; disabled: batched_scheduling, step_budget; unavailable: cuda_graph ",
     ),
     "outputs apart": (rose(joined_outputs=False), "; disabled: joined_outputs; "),
     "vLLM's layers and sampler": (
@@ -67,12 +75,13 @@ LINES: dict[str, tuple[dict[str, Any], str]] = {
     "vLLM's block manager": (
         rose(block_manager=False),
         "separate K/V write|block manager vLLM's own (prefix hits at block borders)|decodes scheduled one by one"
-        "|unavailable: fused_kv_append and batched_scheduling and token_granular_hits "
+        "|unavailable: fused_kv_append and batched_scheduling and token_granular_hits and step_budget "
         f"({ROSE_MANAGER_ONLY})|cuda_graph and step_graph (|; disabled: block_manager; ",
     ),
     "off, and so not said to be unavailable": (
         rose(block_manager=False, fused_kv_append=False, prefix_cache=False),
-        "block manager vLLM's own (no prefix cache)|unavailable: batched_scheduling and token_granular_hits (|"
+        "block manager vLLM's own (no prefix cache)"
+        "|unavailable: batched_scheduling and token_granular_hits and step_budget (|"
         "; disabled: fused_kv_append, prefix_cache, block_manager; ",
     ),
     "drafts": ({"speculative_config": n_grams()}, "ROSE (stores K/V itself|sampler vLLM's own"),
@@ -148,6 +157,16 @@ def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: Ma
         ({"runner": "pooling"}, "fused_add_layernorm", "no layers of Rose's for this model"),
         ({"use_fp64_gumbel": True}, "fused_sampler", "float64 noise"),
         ({"enable_prefix_caching": False}, "prefix_cache", "off in vLLM"),
+        ({"speculative_config": n_grams()}, "step_budget", "drafts"),
+        ({"scheduling_policy": "priority"}, "step_budget", "priorities"),
+        ({"watermark": 0.1}, "step_budget", "--watermark"),
+        ({"long_prefill_token_threshold": 64}, "step_budget", "--long-prefill-token-threshold"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+            "step_budget",
+            "no chunked prefill",
+        ),
+        ({"disable_chunked_mm_input": True}, "step_budget", "--disable-chunked-mm-input"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, "chunked_prefill", "off in vLLM"),
     ],
 )
@@ -162,6 +181,25 @@ def test_what_is_not_in_force_is_named_with_its_reason(
     assert ("batched_scheduling" in idle) is not batches_decode_steps(config)
     assert ("fused_kv_append" in idle) is not appends_in_attention(config)
     assert ("prefix_cache" in idle) is not config.cache_config.enable_prefix_caching
+    assert ("step_budget" in idle) is (why_steps_have_no_budget(config) is not None)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [("auto", "auto"), ("off", "off"), (12, 12.0), ("2.5", 2.5), (0.5, 0.5)]
+)
+def test_a_step_budget_is_a_word_or_milliseconds(
+    make_config: MakeConfig, value: object, read: object
+) -> None:
+    assert rose_options(make_config(**rose(step_budget=value))).step_budget == read
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "nan", "inf", "fast", "", True, None, [12], {"ms": 12}])
+def test_other_step_budgets_are_refused(value: object) -> None:
+    message = re.escape(
+        f"step_budget: got {value!r}, allowed are auto, off and a number of milliseconds above 0"
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        PluginConfig(step_budget=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

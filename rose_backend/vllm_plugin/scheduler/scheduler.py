@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,14 +23,17 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
     batches_decode_steps,
     has_kv_connector,
     rose_options,
-    splits_steps,
+    why_steps_are_not_split,
+    why_steps_have_no_budget,
 )
 from rose_backend.vllm_plugin.patch_ledger import swapped
+from rose_backend.vllm_plugin.plugin_logger import LogInterval, logger
 from rose_backend.vllm_plugin.scheduler.decode_batch import (
     DecodeBatch,
     FastOutputs,
@@ -63,14 +68,21 @@ class BatchedScheduling(Scheduler):
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
         self._batches_decode_steps = batches_decode_steps(vllm_config)
-        self._may_split = splits_steps(vllm_config)
+        self._may_split = why_steps_are_not_split(vllm_config) is None
+        has_budget = why_steps_have_no_budget(vllm_config) is None
+        self._step_budget = StepBudget.of(options.step_budget) if has_budget else None
+        # Whether the last limit let no prompt token through although there were prompts: parts that cannot be split.
+        self._is_limit_too_small = False
+        self._last_update_s = 0.0
+        self._budget_log = LogInterval()
         # Of the decodes of the last step that was not a batch's.
         self._known_constants: dict[Request, RequestConstants] = {}
         self._batch: DecodeBatch | None = None
         # While vLLM schedules what comes after it: the batch, and its part of the step.
         self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
-        # Steps whose outputs are outstanding, oldest first, and their requests on the fast path.
-        self._in_flight: deque[tuple[SchedulerOutput, FastOutputs]] = deque()
+        # Steps whose outputs are outstanding, oldest first; their requests on the fast path; when each was scheduled;
+        # and its prompt tokens, None if nothing is to be learned from its time.
+        self._in_flight: deque[tuple[SchedulerOutput, FastOutputs, float, int | None]] = deque()
         # Calls that may have changed running requests other than by a step's usual course.
         self._num_interventions = 0
 
@@ -100,7 +112,7 @@ class BatchedScheduling(Scheduler):
             known, limit = self._known_constants, self.max_model_len
             constants = [known.get(request) or RequestConstants.of(request, limit) for request in decodes]
             self._known_constants = dict(zip(decodes, constants, strict=True))
-            self._in_flight.append((output, FastOutputs(decodes, constants)))
+            self._in_flight.append((output, FastOutputs(decodes, constants), 0.0, None))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a waiting request may be admitted in this step; vLLM continues with the next one if not."""
@@ -132,9 +144,12 @@ class BatchedScheduling(Scheduler):
         if new_block_ids is None:
             return None
         self._batch = batch
-        schedule = self._schedule_all if is_all else self._schedule_rest
-        output = schedule(batch, new_block_ids)
-        self._in_flight.append((output, batch.fast_outputs))
+        now, num_prompt_tokens = time.perf_counter(), 0
+        if is_all:
+            output = self._schedule_all(batch, new_block_ids)
+        else:
+            output, num_prompt_tokens = self._schedule_rest(batch, new_block_ids)
+        self._in_flight.append((output, batch.fast_outputs, now, num_prompt_tokens))
         return output
 
     def _next_batch(self) -> DecodeBatch | None:
@@ -211,10 +226,21 @@ class BatchedScheduling(Scheduler):
             updates = self._get_encoder_input_updates(batch.num_scheduled_tokens, [], {})
             output.encoder_input_updates = (output.encoder_input_updates or {}) | updates
 
-    def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
-        """Let vLLM schedule the requests after the batch, with each limit reduced by the batch's share."""
+    def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> tuple[SchedulerOutput, int]:
+        """Let vLLM schedule the requests after the batch, with each limit reduced by the batch's share.
+
+        Returns:
+            The step, and how many of its tokens are prompts'.
+        """
         num_tokens, num_requests = len(batch.request_ids), len(batch.running)
         self.running = self.running[num_requests:]
+        decode_ids = [request.request_id for request in self.running if not request.is_prefill_chunk]
+        limit = self._max_prompt_tokens()
+        if limit is not None:
+            num_tokens = max(num_tokens, self.max_num_scheduled_tokens - limit - len(decode_ids))
+        # No prompt takes the tokens of decodes that come after it.
+        max_chunk = limit if decode_ids and limit is not None else 0
+        self.scheduler_config.long_prefill_token_threshold = max_chunk
         self.max_num_scheduled_tokens -= num_tokens
         self.max_num_active_reqs -= num_requests
         data = batch.data_of_next_step(new_block_ids)
@@ -223,6 +249,8 @@ class BatchedScheduling(Scheduler):
             output = super().schedule()
         finally:
             self._ahead_of_rest = None
+            # Other values are not split.
+            self.scheduler_config.long_prefill_token_threshold = 0
             self.running = batch.running + self.running
             self.max_num_scheduled_tokens += num_tokens
             self.max_num_active_reqs += num_requests
@@ -231,10 +259,67 @@ class BatchedScheduling(Scheduler):
         self._add_encoded_items(batch, output)
         output.has_structured_output_requests |= batch.has_grammar
         output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
+        num_scheduled = output.num_scheduled_tokens
+        num_prompt_tokens = output.total_num_scheduled_tokens - sum(
+            num_scheduled.get(id, 0) for id in decode_ids
+        )
+        self._note_prompts(output, limit, num_prompt_tokens)
         is_new_step = not output.total_num_scheduled_tokens
         _put_first(batch, data, output)
         self._advance(batch, is_new_step=is_new_step)
-        return output
+        return output, num_prompt_tokens
+
+    def _max_prompt_tokens(self) -> int | None:
+        """Return how many prompt tokens the step may have beside its decodes, ``running`` without the batch; or None.
+
+        None, no limit, also follows a limit that no prompt could use: parts of it may have to be computed whole.
+        """
+        budget = self._step_budget
+        if budget is None or not budget.new_step_starts() or self._is_limit_too_small:
+            return None
+        begun = [
+            request.num_tokens - request.num_computed_tokens
+            for request in self.running
+            if request.is_prefill_chunk
+        ]
+        waiting = [request.num_tokens for request in islice(self.waiting, MAX_WAITING_LOOKED_AT + 1)]
+        if not begun and not waiting:
+            return None
+        return budget.max_prompt_tokens(begun, waiting)
+
+    def _note_prompts(self, output: SchedulerOutput, limit: int | None, num_prompt_tokens: int) -> None:
+        """Note which prompts begin in a step, before the batch is put first, and whether it let any of them through.
+
+        Args:
+            limit: of its prompt tokens.
+            num_prompt_tokens: that it computes.
+        """
+        budget = self._step_budget
+        if budget is None:
+            return
+        self._is_limit_too_small = limit is not None and not num_prompt_tokens
+        if num_prompt_tokens:
+            budget.count_step()
+            if budget.num_limited and self._budget_log.is_over():
+                logger.info("Rose step budget, steps with prompts since start-up: %s", budget)
+        for new in output.scheduled_new_reqs:
+            budget.note_prompt(self.requests[new.req_id].num_prompt_tokens, new.num_computed_tokens)
+
+    def _note_time(self, scheduled_s: float, num_prompt_tokens: int | None) -> None:
+        """Note the time of a step whose outputs have arrived, from those of the step before or its own start.
+
+        Args:
+            scheduled_s: when it was scheduled. One that is scheduled while another runs begins after that.
+            num_prompt_tokens: that it has computed beside decodes; None if nothing is to be learned from it.
+        """
+        now, budget = time.perf_counter(), self._step_budget
+        start_s, self._last_update_s = max(self._last_update_s, scheduled_s), now
+        if budget is None or num_prompt_tokens is None:
+            return
+        if num_prompt_tokens:
+            budget.note_mixed_step(num_prompt_tokens, now - start_s)
+        else:
+            budget.note_decode_step(now - start_s)
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""
@@ -326,11 +411,13 @@ class BatchedScheduling(Scheduler):
 
     def _fast_outputs_of(self, scheduler_output: SchedulerOutput) -> FastOutputs | None:
         """Return the fast path of a step. Those of earlier steps are dropped: their outputs will not come."""
-        for position, (output, fast_outputs) in enumerate(self._in_flight):
+        for position, (output, fast_outputs, scheduled_s, num_prompt_tokens) in enumerate(self._in_flight):
             if output is scheduler_output:
                 for _ in range(position + 1):
                     self._in_flight.popleft()
+                self._note_time(scheduled_s, num_prompt_tokens)
                 return fast_outputs
+        self._note_time(0.0, None)
         return None
 
 

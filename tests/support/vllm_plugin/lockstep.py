@@ -128,7 +128,8 @@ class CountedOutputs:
 
 
 def batching(is_on: bool) -> dict[str, Any]:
-    return {"rose": {"batched_scheduling": is_on}}
+    """Return the options of a side; a budget would depend on the time that steps take."""
+    return {"rose": {"batched_scheduling": is_on, "step_budget": "off"}}
 
 
 def _schedule(side: Simulation) -> Any:
