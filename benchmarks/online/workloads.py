@@ -41,8 +41,8 @@ _STREAM_PROMPT_LEN = {False: 128, True: 4}
 """Tokens of the prompt of a stream, with ``--quick`` fewer."""
 _NEW_TOKENS = 16
 """Of each prompt that arrives beside streams."""
-_PROMPTS_AT_ONCE = 8
-"""That the KV cache has room for by default, beside streams of their full lengths."""
+_PROMPTS_AT_ONCE, _SPARE_STREAMS = 8, 4
+"""Prompts that the KV cache has room for by default, and whole streams, beside what streams take on average."""
 SCALES, LOADS = [0.006, 0.012, 0.025, 0.05], [0.25, 0.5, 0.75, 1.0]
 
 
@@ -400,7 +400,9 @@ class Streams(Workload):
             room = _PROMPTS_AT_ONCE * (options.prompt_tokens + _NEW_TOKENS)
             # Engines refuse a cache that a whole window would not fit; vLLM has blocks of up to 128 tokens, one unused.
             of_window = facts.max_model_len + 256
-            options.kv_cache_tokens = max(options.streams * options.stream_tokens + room, of_window)
+            # Streams have different ages: all together they are half as long as if all were at their ends.
+            of_streams = (options.streams // 2 + _SPARE_STREAMS) * options.stream_tokens
+            options.kv_cache_tokens = max(of_streams + room, of_window)
         sizes = ("streams", "stream_tokens", "prompts", "prompt_tokens", "interval", "repeats")
         self.settings = {
             **chosen(options, *sizes),

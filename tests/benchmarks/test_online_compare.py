@@ -180,7 +180,7 @@ def test_the_kv_cache_holds_all_streams_and_a_few_prompts() -> None:
         workload = workloads.Streams(options, replace(FACTS, max_model_len=4112))
         return int(workload.settings["kv_cache_tokens"])
 
-    assert size() == 32 * 4096 + 8 * 4112
+    assert size() == 20 * 4096 + 8 * 4112
     assert size("--streams", "1", "--stream-tokens", "200", "--prompt-tokens", "9") == 4112 + 256
     assert size("--kv-cache-tokens", "5000") == 5000
     options = online_compare.parse_options(["streams", "--prompt-tokens", "5000"])
@@ -222,7 +222,7 @@ def test_the_table_of_streams_has_ratios_and_losses() -> None:
         **{"backends": {}, "device": "a GPU", "versions": {}, "command": "python"},
     }
     lines = serving.streams_table(result).splitlines()
-    assert [line.split(" | ")[1] for line in lines[2:7]] == [
+    assert [line.split(" | ")[1] for line in lines[2 : lines.index("")]] == [
         "Rose in vLLM",
         "the same, `step_budget` off",
         "vLLM",
