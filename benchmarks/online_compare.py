@@ -27,11 +27,11 @@ smallest capacity (or at --rate) for all ("same load"), and at --share of each e
 
 streams: --streams long streams run all the while, one after the other in each place, and prompts that no engine has
 seen arrive --interval seconds apart: what do they do to the streams, and how long do they wait? Callers live in the
-process of the engine's client (vLLM's AsyncLLM, Rose's RemoteEngine), without HTTP, with the steps of the engine's own
-server. A gap is the time between two pieces of one stream as its caller gets them; benchmarks/online/streams.py says
-what else a gap means. --compare-step-budget runs Rose with step_budget off, too. All engines keep their models and KV
-caches on one GPU, of --kv-cache-tokens each, by default room for the streams and a few prompts: for Llama 8B 16 GB and
-15 GB, so that two engines fit 80 GB, and three 141 GB.
+process of the engine's client (vLLM's AsyncLLM, Rose's RemoteEngine), without HTTP, with the event loop and the largest
+step of the engine's own server. A gap is the time between two pieces of one stream as its caller gets them, and
+benchmarks/online/streams.py says what else it means. --compare-step-budget runs Rose with step_budget off, too. All
+engines keep their models and KV caches on one GPU, of --kv-cache-tokens each, by default room for the streams and a few
+prompts: for Llama 8B 16 GB and 15 GB, so that two engines fit 80 GB, and three 141 GB.
 
 Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from when a request was due, ITL the
 gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL the time to the last token. An

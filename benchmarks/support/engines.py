@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -236,21 +236,34 @@ class Streaming:
     make: Any
     shut_down: Any
     stream: Any
+    new_runner: Any = asyncio.Runner
 
     def __init__(self, options: EngineOptions) -> None:
-        self._runner = asyncio.Runner()
-        self._runner.run(self.make(options))
+        self._runner = self.new_runner()
+        self._run(self.make(options))
+
+    async def rest(self) -> None:
+        """Return when the event loop may stand still until the next command."""
+
+    def _run(self, job: Coroutine[Any, Any, Any]) -> Any:
+        async def job_and_rest() -> Any:
+            answer = await job
+            await self.rest()
+            return answer
+
+        return self._runner.run(job_and_rest())
 
     def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         """Return figures as ``vllm bench serve`` names them."""
         send = sender(partial(self.stream, sampling=sampling))
-        timelines, duration = self._runner.run(play(send, requests))
+        timelines, duration = self._run(play(send, requests))
         _check_output(sum(timeline.num_tokens for timeline in timelines), requests)
         return summary(timelines, duration)
 
     def hold(self, streams: HeldStreams, sampling: Sampling) -> dict[str, Any]:
         """Return what callers saw of streams and of what arrived meanwhile; see ``hold_streams``."""
-        return self._runner.run(hold_streams(partial(self.stream, sampling=sampling), streams))
+        answer: dict[str, Any] = self._run(hold_streams(partial(self.stream, sampling=sampling), streams))
+        return answer
 
     def close(self) -> None:
         self._runner.run(self.shut_down())
@@ -280,8 +293,22 @@ class RoseStreams(Streaming):
         await self._engine.shutdown()
 
 
+def _server_runner() -> asyncio.Runner:
+    """Return what runs the event loop that both servers have, uvloop's."""
+    import uvloop
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _server_facts(max_num_batched_tokens: int) -> dict[str, Any]:
+    loop = type(asyncio.get_running_loop()).__module__
+    return {"max_num_batched_tokens": max_num_batched_tokens, "event_loop": loop}
+
+
 class RoseServing(Streaming):
     """Rose's ``RemoteEngine``, as ``rose serve`` has it: the engine in a process of its own, answers as what is new."""
+
+    new_runner = staticmethod(_server_runner)
 
     async def make(self, options: EngineOptions) -> None:
         from rose_backend import EngineConfig, SamplingParams, __version__
@@ -290,10 +317,7 @@ class RoseServing(Streaming):
         config = EngineConfig.from_mapping(rose_options(options), source="benchmark")
         self._params, self._engine = SamplingParams, RemoteEngine(config, lambda tokenizer: None)
         await self._engine.start()
-        self.facts = {
-            "version": __version__,
-            "max_num_batched_tokens": self._engine.config.max_num_batched_tokens,
-        }
+        self.facts = {"version": __version__, **_server_facts(self._engine.config.token_budget)}
 
     async def stream(
         self, prompt: list[int], output_len: int, sampling: Sampling
@@ -303,6 +327,11 @@ class RoseServing(Streaming):
         async with aclosing(self._engine.generate_deltas(checked, request_id=None)) as outputs:
             async for output in outputs:
                 yield len(output.outputs[0].token_ids)
+
+    async def rest(self) -> None:
+        # A heartbeat that the loop sends and does not read would make the engine look stalled later on. This answer
+        # comes behind the heartbeat's.
+        await self._engine.counters()
 
     async def shut_down(self) -> None:
         await self._engine.shutdown()
@@ -342,14 +371,14 @@ class VllmStreams(Streaming):
 
 
 class VllmServing(VllmStreams):
-    """The same with the steps of ``vllm serve``."""
+    """The same with the steps and the event loop of ``vllm serve``."""
 
     usage = "OPENAI_API_SERVER"
+    new_runner = staticmethod(_server_runner)
 
     async def make(self, options: EngineOptions) -> None:
         await super().make(options)
-        scheduler = self._engine.vllm_config.scheduler_config
-        self.facts["max_num_batched_tokens"] = scheduler.max_num_batched_tokens
+        self.facts |= _server_facts(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _vllm_facts(config: Any) -> dict[str, Any]:

@@ -28,18 +28,20 @@ from benchmarks.reports import figures, serving
 from benchmarks.reports.serving import BUDGET_OFF, COMPARED, GAPS, OUTPUTS_APART, compare, poisson_bars
 from benchmarks.support import worker_pool
 from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.cli import QUICK_MODEL
 from benchmarks.support.comparison import engine_options
 from benchmarks.support.engines import (
     BLOCK_SIZE,
     STEP_MS,
     EngineOptions,
+    RoseServing,
     as_flags,
     rose_options,
     vllm_options,
 )
 from benchmarks.support.turns import paused
 from benchmarks.support.worker_pool import EngineError, Engines, is_installed
-from benchmarks.support.workload import HeldStreams, RandomRequests, Requests, request_sets
+from benchmarks.support.workload import WAKING, HeldStreams, RandomRequests, Requests, request_sets
 from rose_backend import __version__
 from tests.benchmarks.fake_vllm_server import FAKES, METRICS, fake_command
 from tests.benchmarks.sleepers import Sleeper, is_stopped
@@ -99,8 +101,9 @@ def test_streams_while_prompts_arrive(
     report = run_benchmark(online_compare.main, arguments)
     assert report["benchmark"] == "streams"
     assert report["missing"] == report["failed"] == {} and report["turns_left_out"] == 0
-    assert list(report["backends"]) == list(report["start_up_s"]) == ["rose"]
-    assert report["backends"]["rose"]["max_num_batched_tokens"] > 0
+    assert list(report["start_up_s"]) == ["rose"]
+    facts = {"version": __version__, "max_num_batched_tokens": 2048, "event_loop": "uvloop"}
+    assert report["backends"] == {"rose": facts}
     rows = {row["arrivals"]: row for row in report["rows"]}
     assert list(rows) == ["fixed", "poisson"]
     for row in rows.values():
@@ -113,6 +116,18 @@ def test_streams_while_prompts_arrive(
     assert [goal["name"] for goal in report["bars"]] == ["fixed arrivals, Rose: gaps, p99 over their median"]
     printed = capsys.readouterr().out
     assert "poisson arrivals" in printed and "No losses in 0 comparisons" in printed
+
+
+def test_no_answer_is_on_its_way_to_an_event_loop_that_stands_still() -> None:
+    options = EngineOptions("rose", QUICK_MODEL, "float32", "cpu", 8, 1280, 2**20, dict(os.environ))
+    engine = RoseServing(options)
+    try:
+        asked = [len(engine._engine._counter_waiters)]
+        figures = engine.run(WAKING, {"temperature": 0.0})
+        asked.append(len(engine._engine._counter_waiters))
+    finally:
+        engine.close()
+    assert figures["completed"] == 1 and asked == [0, 0]
 
 
 class Holder:
