@@ -4,6 +4,8 @@
                                         [--trace qwen_traceA_blksz_16.jsonl] [--json FILE] [--quick]
     python -m benchmarks.online_compare poisson [--sets random shared-prefix] [--loads 0.25 0.5 1.0] [--step-ms 1.5]
     python -m benchmarks.online_compare in-process [--backends rose vllm] [--share 0.5]
+    python -m benchmarks.online_compare streams [--shape qwen3-0.6b --interval 0.125] [--arrivals fixed poisson]
+                                        [--compare-step-budget]
 
 Engines take turns as in offline_compare. Every turn has prompts that no engine has seen before.
 
@@ -22,6 +24,14 @@ cores that the server kept busy. With --step-ms no model runs, and figures are o
 in-process: streams of Rose's AsyncEngine and vLLM's AsyncLLM, each in one process with its callers, without HTTP.
 First all requests at once: what an engine completes a second is its capacity. Then Poisson arrivals at --share of the
 smallest capacity (or at --rate) for all ("same load"), and at --share of each engine's own capacity ("own load").
+
+streams: --streams long streams run all the while, one after the other in each place, and prompts that no engine has
+seen arrive --interval seconds apart: what do they do to the streams, and how long do they wait? Callers live in the
+process of the engine's client (vLLM's AsyncLLM, Rose's RemoteEngine), without HTTP, with the event loop and the largest
+step of the engine's own server. A gap is the time between two pieces of one stream as its caller gets them, and
+benchmarks/online/streams.py says what else it means. --compare-step-budget runs Rose with step_budget off, too. All
+engines keep their models and KV caches on one GPU, of --kv-cache-tokens each, by default room for the streams and a few
+prompts: for Llama 8B 16 GB and 15 GB, so that two engines fit 80 GB, and three 141 GB.
 
 Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from when a request was due, ITL the
 gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL the time to the last token. An

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,20 @@ class Timeline:
 
 
 Send = Callable[[list[int], int, Timeline], Awaitable[None]]
+Stream = Callable[[list[int], int], AsyncGenerator[int, None]]
+"""Takes a prompt and a number of new tokens; yields how many are new in each piece of the answer."""
+
+
+def sender(stream: Stream) -> Send:
+    """Return what sends a prompt to an engine in this process and notes each piece that has tokens."""
+
+    async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
+        async for num_tokens in stream(prompt, output_len):
+            if num_tokens:
+                timeline.arrivals.append(time.perf_counter() - timeline.due)
+                timeline.num_tokens += num_tokens
+
+    return send
 
 
 async def play(send: Send, requests: Requests, start: float | None = None) -> tuple[list[Timeline], float]:

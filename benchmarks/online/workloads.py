@@ -1,4 +1,4 @@
-"""What ``online_compare`` sends: a chat trace, Poisson arrivals of two request sets, or streams within a process."""
+"""What ``online_compare`` sends: a chat trace, Poisson arrivals of two request sets, or requests within a process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,36 @@ from pathlib import Path
 
 from benchmarks.online.http_client import ClientProcesses
 from benchmarks.online.servers import Server, processor_seconds, server_counts
+from benchmarks.online.streams import together
 from benchmarks.online.timeline import summary
 from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic_trace
 from benchmarks.reports import serving
-from benchmarks.reports.engines import HOST, STOCK
-from benchmarks.reports.serving import CAPACITY, OUTPUTS_APART, OWN_LOAD, SAME_LOAD
-from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.reports.engines import HOST, ROSE_HOSTS, STOCK
+from benchmarks.reports.serving import (
+    BUDGET_OFF,
+    CAPACITY,
+    FIXED,
+    OUTPUTS_APART,
+    OWN_LOAD,
+    POISSON,
+    SAME_LOAD,
+)
+from benchmarks.support.checkpoint import GPT2_124M, LLAMA_8B, ModelFacts
 from benchmarks.support.cli import DEFAULT, above_zero, at_least
-from benchmarks.support.comparison import Kind, Sides, Workload, chosen
+from benchmarks.support.comparison import Kind, Sides, Workload, chosen, kv_cache_tokens
+from benchmarks.support.engines import STEP_BUDGET
 from benchmarks.support.turns import Row, Turn
-from benchmarks.support.worker_pool import Engines, Worker
-from benchmarks.support.workload import MODES, RandomRequests, Requests, request_sets
+from benchmarks.support.worker_pool import EngineError, Engines, Worker
+from benchmarks.support.workload import MODES, HeldStreams, RandomRequests, Requests, request_sets
 
 WARM_UP_REQUESTS = 256
 SETS = ("random", "shared-prefix")
+_STREAM_PROMPT_LEN = {False: 128, True: 4}
+"""Tokens of the prompt of a stream, with ``--quick`` fewer."""
+_NEW_TOKENS = 16
+"""Of each prompt that arrives beside streams."""
+_PROMPTS_AT_ONCE, _SPARE_STREAMS = 8, 4
+"""Prompts that the KV cache has room for by default, and whole streams, beside what streams take on average."""
 SCALES, LOADS = [0.006, 0.012, 0.025, 0.05], [0.25, 0.5, 0.75, 1.0]
 
 
@@ -319,4 +335,137 @@ class InProcess(Workload):
         return {"bars": serving.in_process_bars(rows), "rows": rows}
 
 
-WORKLOADS: dict[str, type[Workload]] = {"trace": Trace, "poisson": Poisson, "in-process": InProcess}
+class Streams(Workload):
+    """Long streams that run all the while, and prompts that arrive beside them."""
+
+    benchmark = "streams"
+    backends = (*ROSE_HOSTS, STOCK)
+    table = staticmethod(serving.streams_table)
+    summed_by = ("arrivals",)
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        group = parser.add_argument_group("streams")
+        add, sizes = group.add_argument, (3, 48, 6, 24, 0.02) if quick else (32, 4096, 300, 4096, 0.4)
+        streams, length, prompts, prompt_len, interval = sizes
+        parser.set_defaults(shape=GPT2_124M if quick else LLAMA_8B)
+        add("--streams", type=at_least(1), default=streams, metavar="N", help=f"at once {DEFAULT}")
+        text = f"of a stream, its prompt of {_STREAM_PROMPT_LEN[quick]} included {DEFAULT}"
+        add("--stream-tokens", type=at_least(1), default=length, metavar="N", help=text)
+        add(
+            "--arrivals",
+            nargs="+",
+            choices=(FIXED, POISSON),
+            default=[FIXED],
+            help="of prompts (default: fixed)",
+        )
+        text = f"of each engine and kind of arrivals, over its --repeats turns {DEFAULT}"
+        add("--prompts", type=at_least(1), default=prompts, metavar="N", help=text)
+        add("--prompt-tokens", type=at_least(1), default=prompt_len, metavar="N", help=DEFAULT)
+        text = f"from a prompt to the next, with poisson on average {DEFAULT}"
+        add("--interval", type=above_zero, default=interval, metavar="SECONDS", help=text)
+        add("--compare-step-budget", action="store_true", help="Rose with step_budget off, too")
+
+    @staticmethod
+    def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        longer = _STREAM_PROMPT_LEN[options.quick]
+        if options.stream_tokens <= longer:
+            parser.error(f"--stream-tokens: got {options.stream_tokens}, has to be above {longer}")
+        if options.prompts < options.repeats:
+            parser.error(
+                f"--prompts: got {options.prompts}, needed is one for each of {options.repeats} turns"
+            )
+        if options.streams >= options.max_num_seqs:
+            parser.error(
+                f"--streams: got {options.streams}, has to be below --max-num-seqs {options.max_num_seqs}"
+            )
+
+    @staticmethod
+    def window(options: argparse.Namespace) -> int:
+        return int(max(options.stream_tokens, options.prompt_tokens + _NEW_TOKENS))
+
+    @staticmethod
+    def sides(options: argparse.Namespace) -> Sides:
+        hosts = [host for host in ROSE_HOSTS if host in options.backends and options.compare_step_budget]
+        return Workload.sides(options) | {BUDGET_OFF[host]: (host, [STEP_BUDGET]) for host in hosts}
+
+    def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
+        super().__init__(options, facts)
+        if self.window(options) > facts.max_model_len:
+            raise SystemExit(
+                f"--stream-tokens, --prompt-tokens: the longest request has {self.window(options):,} tokens; "
+                f"the model takes {facts.max_model_len:,}"
+            )
+        if options.kv_cache_tokens is None:
+            room = _PROMPTS_AT_ONCE * (options.prompt_tokens + _NEW_TOKENS)
+            # Engines refuse a cache that a whole window would not fit; vLLM has blocks of up to 128 tokens, one unused.
+            of_window = facts.max_model_len + 256
+            # Streams have different ages: all together they are half as long as if all were at their ends.
+            of_streams = (options.streams // 2 + _SPARE_STREAMS) * options.stream_tokens
+            options.kv_cache_tokens = max(of_streams + room, of_window)
+        sizes = ("streams", "stream_tokens", "prompts", "prompt_tokens", "interval", "repeats")
+        self.settings = {
+            **chosen(options, *sizes),
+            "stream_prompt_tokens": _STREAM_PROMPT_LEN[options.quick],
+            "new_tokens": _NEW_TOKENS,
+            "kv_cache_tokens": kv_cache_tokens(options, facts),
+            "mode": "greedy",
+        }
+
+    def open(self, logs: Path) -> Engines:
+        return Engines(partial(Worker, "serving"), logs)
+
+    def _held(self, arriving: Requests, seconds: float, seed: int) -> HeldStreams:
+        return HeldStreams(
+            arriving=arriving,
+            seconds=seconds,
+            num_streams=self.options.streams,
+            prompt_len=_STREAM_PROMPT_LEN[self.options.quick],
+            length=self.options.stream_tokens,
+            vocab_size=self.vocab_size,
+            seed=seed,
+            settle_s=0.05 if self.options.quick else 1.0,
+        )
+
+    def _prompts(self, count: int, arrivals: str, seed: int) -> Requests:
+        lengths = (self.options.prompt_tokens,) * 2, (_NEW_TOKENS,) * 2
+        rate = 1 / self.options.interval if arrivals == POISSON else None
+        requests = RandomRequests(count, *lengths, seed=seed).requests(self.vocab_size, rate)
+        if arrivals == POISSON:
+            return requests
+        return replace(requests, due=[number * self.options.interval for number in range(count)])
+
+    def warm_up(self, engines: Engines) -> None:
+        """Let streams of each engine, one after the other, meet as many prompts at once as there is room for, and some
+        apart."""
+        requests = self._prompts(2 * _PROMPTS_AT_ONCE, FIXED, 1_000_000)
+        due = [max(at - requests.due[_PROMPTS_AT_ONCE - 1], 0.0) for at in requests.due]
+        held = self._held(replace(requests, due=due), 0.0, 1_000_000)
+        for name, worker in list(engines.running.items()):
+            try:
+                worker.hold(held, MODES["greedy"])
+            except EngineError as error:
+                engines.drop(name, error)
+
+    def phases(self) -> list[list[Kind]]:
+        return [[(f"{arrivals} arrivals", {"arrivals": arrivals}) for arrivals in self.options.arrivals]]
+
+    def take(self, worker: Worker, name: str, turn: Turn) -> Row:
+        """Return the figures of one engine's turn."""
+        whole, more = divmod(self.options.prompts, self.options.repeats)
+        count = whole + (turn.columns["repeat"] < more)
+        requests = self._prompts(count, turn.columns["arrivals"], turn.seed)
+        return worker.hold(self._held(requests, count * self.options.interval, turn.seed), MODES["greedy"])
+
+    def findings(self, start_up_s: dict[str, float]) -> Row:
+        """Return what the report has besides facts: a row for each engine and kind of arrivals."""
+        rows = [{**row, **together(row["turns"])} for row in self.summed_up()]
+        return {"start_up_s": start_up_s, "bars": serving.streams_bars(rows), "rows": rows}
+
+
+WORKLOADS: dict[str, type[Workload]] = {
+    "trace": Trace,
+    "poisson": Poisson,
+    "in-process": InProcess,
+    "streams": Streams,
+}

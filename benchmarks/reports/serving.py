@@ -1,4 +1,5 @@
-"""Medians, goals, losses and tables of ``online_compare``: a chat trace, Poisson arrivals at servers and in process."""
+"""Medians, goals, losses and tables of ``online_compare``: a chat trace, Poisson arrivals at servers and in process,
+and prompts that arrive beside streams."""
 
 from __future__ import annotations
 
@@ -31,6 +32,28 @@ MIN_ANSWERED_SHARE = 0.95
 CAPACITY, SAME_LOAD, OWN_LOAD = "capacity", "same load", "own load"
 MAX_ITL_TAIL, MAX_TTFT_SHARE = 3.0, 1 / 3
 
+FIXED, POISSON = "fixed", "poisson"
+"""Arrivals of prompts beside streams."""
+GAPS = {
+    **{f"p{share}_gap_ms": f"gap p{share}" for share in PERCENTILES},
+    "max_gap_ms": "longest gap",
+    "gap_tail": "gap p99 / p50",
+    **{f"p{share}_ttft_ms": f"TTFT p{share}" for share in (50, 99)},
+    "output_throughput": "output tokens/s",
+}
+"""Figures of streams and of the prompts that arrive meanwhile; output tokens are those of both."""
+BUDGET_OFF = {host: f"{host}, step_budget off" for host in ROSE_HOSTS}
+"""Names of the engines that tell what ``step_budget`` is worth."""
+_STREAMED = {
+    "rose": LABELS["rose"],
+    BUDGET_OFF["rose"]: "the same, `step_budget` off",
+    HOST: LABELS[HOST],
+    BUDGET_OFF[HOST]: "the same, `step_budget` off",
+    STOCK: LABELS[STOCK],
+}
+MAX_GAP_TAIL = {FIXED: 1.8}
+MAX_TTFT_TIMES = {FIXED: {"p50_ttft_ms": 1.15, "p99_ttft_ms": 1.15}, POISSON: {"p99_ttft_ms": 1.4}}
+
 
 def _pairs(sides: Mapping[str, Row], peers: Iterable[str], names: Iterable[str]) -> Iterator[Row]:
     """Yield every figure of Rose, in either host, and the same of each peer, at one load."""
@@ -46,7 +69,9 @@ def _is_loss(pair: Row) -> bool:
 
 
 def _shown(figure: str, value: float) -> str:
-    return f"{text.milliseconds(value)} ms" if figure in FIGURES else f"{value:,.0f}"
+    if figure == "gap_tail":
+        return f"{value:.2f}x"
+    return f"{text.milliseconds(value)} ms" if figure.endswith("_ms") else f"{value:,.0f}"
 
 
 def _verdict(pairs: Iterable[tuple[str, Row]]) -> str:
@@ -55,7 +80,7 @@ def _verdict(pairs: Iterable[tuple[str, Row]]) -> str:
     for load, pair in (found for found in pairs if _is_loss(found[1])):
         ours, theirs = (_shown(pair["figure"], pair[side]) for side in ("rose", "peers"))
         who = f"{load}: {LABELS[pair['backend']]} behind {_SERVED[pair['peer']]}"
-        lost.append((who, f"{(FIGURES | COMPARED)[pair['figure']]} {ours} against {theirs}"))
+        lost.append((who, f"{(FIGURES | COMPARED | GAPS)[pair['figure']]} {ours} against {theirs}"))
     return text.verdict(lost, f"{len(pairs)} comparisons")
 
 
@@ -256,3 +281,49 @@ def in_process_table(result: Result) -> str:
     sides = {row["backend"]: row for row in result["rows"] if row["scene"] == SAME_LOAD}
     lost = _verdict((SAME_LOAD, pair) for pair in _pairs(sides, PEERS, FIGURES))
     return text.markdown(header, rows, source(result), lost)
+
+
+def streams_bars(rows: Iterable[Row]) -> list[Row]:
+    """Return Rose's goals: even streams while prompts arrive, and first tokens that are hardly later than vLLM's."""
+    found = []
+    for arrivals, of_arrivals in text.grouped(rows, "arrivals").items():
+        sides = {row["backend"]: row for row in of_arrivals}
+        for host in filter(sides.get, ROSE_HOSTS):
+            name = f"{arrivals} arrivals, {LABELS[host]}"
+            if arrivals in MAX_GAP_TAIL:
+                tail, limit = sides[host]["gap_tail"], MAX_GAP_TAIL[arrivals]
+                found.append(bar(f"{name}: gaps, p99 over their median", tail, limit, "x"))
+            for figure, limit in MAX_TTFT_TIMES[arrivals].items() if STOCK in sides else ():
+                times = sides[host][figure] / sides[STOCK][figure]
+                found.append(bar(f"{name}: {GAPS[figure]} over vLLM's", times, limit, "x"))
+    return found
+
+
+def streams_table(result: Result) -> str:
+    """Return gaps of streams and TTFT of prompts for each kind of arrivals, ratios to vLLM, and every loss."""
+    rows, pairs = [], []
+    for arrivals, of_arrivals in text.grouped(result["rows"], "arrivals").items():
+        sides, what = {row["backend"]: row for row in of_arrivals}, f"{arrivals} arrivals"
+        for side in filter(sides.get, _STREAMED):
+            rows.append((what, _STREAMED[side], *(_shown(name, sides[side][name]) for name in GAPS)))
+        for side in (side for side in _STREAMED if STOCK in sides and side in sides and side != STOCK):
+            times = (sides[side][name] / sides[STOCK][name] for name in GAPS)
+            label = f"{_STREAMED[side] if side in ROSE_HOSTS else side} / vLLM"
+            rows.append((what, label, *(f"{each:.2f}x" for each in times)))
+        pairs += [(what, pair) for pair in _pairs(sides, (STOCK,), GAPS)]
+    return text.markdown(("", "", *GAPS.values()), rows, _streams_source(result), _verdict(pairs))
+
+
+def _streams_source(result: Result) -> str:
+    settings, rows = result["settings"], result["rows"]
+    sent = (
+        f"{settings['streams']} streams of up to {settings['stream_tokens']:,} tokens and, for each engine, "
+        f"{settings['prompts']} prompts of {settings['prompt_tokens']:,}, {settings['interval']:g} s apart"
+    )
+    how = text.caption(result, sent, turns=(len(row["turns"]) for row in rows))
+    busiest = max((row["client_busy"] for row in rows), default=0.0)
+    joined = max((row["tokens_per_piece"] for row in rows), default=0.0)
+    return (
+        f"{how} Of the gaps the longest is that of all turns, TTFT is of all prompts together. Busiest client: "
+        f"{busiest:.0%} of a core; at most {joined:.2f} tokens in a piece on average."
+    )

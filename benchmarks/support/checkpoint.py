@@ -51,30 +51,34 @@ GPT_OSS_VOCAB_SIZE = 201_088
 
 
 @contextlib.contextmanager
-def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False) -> Iterator[str]:
+def checkpoint(
+    model: str | None, shape: str = GPT2_124M, *, small: bool = False, window: int | None = None
+) -> Iterator[str]:
     """Return ``model``, or for None a random checkpoint: made for this run, or kept in a folder below ``KEPT_IN``.
 
     Args:
         shape: one of ``SHAPES``.
         small: of all shapes but GPT-2's only two narrow layers, for a CPU.
+        window: tokens that the longest request has, for shapes whose window is shorter. GPT-2's positions are weights:
+            its window stays as it is.
     """
     if model is not None:
         yield model
         return
     if kept_in := os.environ.get(KEPT_IN):
-        folder = Path(kept_in, f"{shape}-small" if small else shape)
+        folder = Path(kept_in, "-".join((shape, *["small"] * small, *[f"window-{window}"] * bool(window))))
         whole = folder / "whole"  # says that the other files are there
         if not whole.is_file():
-            write_checkpoint(folder, shape, small=small)
+            write_checkpoint(folder, shape, small=small, window=window)
             whole.touch()
         yield str(folder)
         return
     with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), shape, small=small)
+        write_checkpoint(Path(directory), shape, small=small, window=window)
         yield directory
 
 
-def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
+def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | None = None) -> None:
     """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -94,6 +98,8 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
         QWEN3_30B: qwen3_moe_config,
     }
     config = make_configs[shape](small=small)
+    # Rotary positions have no weights: the model is the same with a longer window.
+    config.max_position_embeddings = max(config.max_position_embeddings, window or 0)
     torch.manual_seed(0)
     if shape in (GPT_OSS_20B, QWEN3_30B):
         _write_layer_by_layer(folder, config)

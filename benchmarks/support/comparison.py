@@ -73,6 +73,11 @@ class Workload:
         """Exit if options do not fit together."""
 
     @staticmethod
+    def window(options: argparse.Namespace) -> int | None:
+        """Return how many tokens the longest request has, where a random checkpoint is to have room for it."""
+        return None
+
+    @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
         """Return which engines run."""
         return {backend: (backend, []) for backend in options.backends}
@@ -261,8 +266,9 @@ def _given(values: list[tuple[str, str]], backend: str) -> list[str]:
 
 def compare(options: argparse.Namespace) -> int:
     """Compare, print, write; the status is 1 if an engine or a request failed, or none was there."""
+    window = options.workload.window(options)
     with (
-        checkpoint(options.model, options.shape, small=options.quick) as model,
+        checkpoint(options.model, options.shape, small=options.quick, window=window) as model,
         tempfile.TemporaryDirectory() as folder,
     ):
         report = _run(options, model, options.logs or Path(folder))

@@ -10,18 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from benchmarks.online.timeline import Timeline, play, summary
-from benchmarks.support.workload import Requests
+from benchmarks.online.streams import hold_streams
+from benchmarks.online.timeline import play, sender, summary
+from benchmarks.support.workload import HeldStreams, Requests
 
 Sampling = Mapping[str, Any]
 
 MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sglang": "sglang"}
 """Backend -> the package without which it counts as not installed."""
 BLOCK_SIZE = 16
+STEP_BUDGET = "step_budget"
+"""The limit of a step's time while prompts arrive; an option of Rose that is "off", and not False."""
 STEP_MS = "ROSE_BENCHMARK_STEP_MS"
 """Variable of the environment that tells ``host_only_server`` how long a step takes."""
 
@@ -41,7 +46,7 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here."""
+    """Rose's switches; ``run_ahead``, ``step_budget``, and inside vLLM ``mixed_graphs``, are among them here."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 
@@ -65,6 +70,8 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
     chosen: dict[str, Any] = dict.fromkeys(options.switches_off, False)
     if "run_ahead" in chosen:
         chosen["run_ahead"] = 0
+    # What a side leaves out stays so, whatever else is asked for.
+    budget = {"step_budget_ms": "off"} if chosen.pop(STEP_BUDGET, True) is False else {}
     if options.kv_cache_tokens:
         chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
     return {
@@ -75,6 +82,7 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         **chosen,
         **options.extra,
+        **budget,
     }
 
 
@@ -86,8 +94,12 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
     elif options.device == "cuda":  # for CPUs vLLM has one only, and names it itself
         chosen["attention_backend"] = "FLASH_ATTN"
     switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
+    extra = dict(options.extra)
     if switches:
-        chosen["additional_config"] = {"rose": dict.fromkeys(switches, False)}
+        off = {name: "off" if name == STEP_BUDGET else False for name in switches}
+        # Here, too.
+        given = extra.pop("additional_config", {})
+        chosen["additional_config"] = {**given, "rose": {**given.get("rose", {}), **off}}
     if "run_ahead" in options.switches_off:
         chosen["async_scheduling"] = False
     if "mixed_graphs" in options.switches_off:
@@ -102,7 +114,7 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
         **chosen,
-        **options.extra,
+        **extra,
     }
 
 
@@ -224,23 +236,34 @@ class Streaming:
     make: Any
     shut_down: Any
     stream: Any
+    new_runner: Any = asyncio.Runner
 
     def __init__(self, options: EngineOptions) -> None:
-        self._runner = asyncio.Runner()
-        self._runner.run(self.make(options))
+        self._runner = self.new_runner()
+        self._run(self.make(options))
+
+    async def rest(self) -> None:
+        """Return when the event loop may stand still until the next command."""
+
+    def _run(self, job: Coroutine[Any, Any, Any]) -> Any:
+        async def job_and_rest() -> Any:
+            answer = await job
+            await self.rest()
+            return answer
+
+        return self._runner.run(job_and_rest())
 
     def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         """Return figures as ``vllm bench serve`` names them."""
-
-        async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
-            async for num_tokens in self.stream(prompt, output_len, sampling):
-                if num_tokens:
-                    timeline.arrivals.append(time.perf_counter() - timeline.due)
-                    timeline.num_tokens += num_tokens
-
-        timelines, duration = self._runner.run(play(send, requests))
+        send = sender(partial(self.stream, sampling=sampling))
+        timelines, duration = self._run(play(send, requests))
         _check_output(sum(timeline.num_tokens for timeline in timelines), requests)
         return summary(timelines, duration)
+
+    def hold(self, streams: HeldStreams, sampling: Sampling) -> dict[str, Any]:
+        """Return what callers saw of streams and of what arrived meanwhile; see ``hold_streams``."""
+        answer: dict[str, Any] = self._run(hold_streams(partial(self.stream, sampling=sampling), streams))
+        return answer
 
     def close(self) -> None:
         self._runner.run(self.shut_down())
@@ -256,7 +279,9 @@ class RoseStreams(Streaming):
         self._params, self._engine = SamplingParams, AsyncEngine(**rose_options(options))
         self.facts = {"version": __version__, "parts": self._engine.feature_status}
 
-    async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
+    async def stream(
+        self, prompt: list[int], output_len: int, sampling: Sampling
+    ) -> AsyncGenerator[int, None]:
         params = self._params(max_tokens=output_len, ignore_eos=True, **sampling)
         seen = 0
         async for output in self._engine.generate(prompt, params):
@@ -268,29 +293,92 @@ class RoseStreams(Streaming):
         await self._engine.shutdown()
 
 
+def _server_runner() -> asyncio.Runner:
+    """Return what runs the event loop that both servers have, uvloop's."""
+    import uvloop
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _server_facts(max_num_batched_tokens: int) -> dict[str, Any]:
+    loop = type(asyncio.get_running_loop()).__module__
+    return {"max_num_batched_tokens": max_num_batched_tokens, "event_loop": loop}
+
+
+class RoseServing(Streaming):
+    """Rose's ``RemoteEngine``, as ``rose serve`` has it: the engine in a process of its own, answers as what is new."""
+
+    new_runner = staticmethod(_server_runner)
+
+    async def make(self, options: EngineOptions) -> None:
+        from rose_backend import EngineConfig, SamplingParams, __version__
+        from rose_backend.engine.remote_engine import RemoteEngine
+
+        config = EngineConfig.from_mapping(rose_options(options), source="benchmark")
+        self._params, self._engine = SamplingParams, RemoteEngine(config, lambda tokenizer: None)
+        await self._engine.start()
+        self.facts = {"version": __version__, **_server_facts(self._engine.config.token_budget)}
+
+    async def stream(
+        self, prompt: list[int], output_len: int, sampling: Sampling
+    ) -> AsyncGenerator[int, None]:
+        params = self._params(max_tokens=output_len, ignore_eos=True, **sampling)
+        checked = self._engine.input_processor.process(prompt, params)
+        async with aclosing(self._engine.generate_deltas(checked, request_id=None)) as outputs:
+            async for output in outputs:
+                yield len(output.outputs[0].token_ids)
+
+    async def rest(self) -> None:
+        # A heartbeat that the loop sends and does not read would make the engine look stalled later on. This answer
+        # comes behind the heartbeat's.
+        await self._engine.counters()
+
+    async def shut_down(self) -> None:
+        await self._engine.shutdown()
+
+
 class VllmStreams(Streaming):
     """vLLM's ``AsyncLLM``; Rose inside with the attention backend "rose"."""
+
+    usage = "ENGINE_CONTEXT"
+    """vLLM's name of what it is used for, by which it chooses how many tokens a step may have."""
 
     async def make(self, options: EngineOptions) -> None:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options(options)))
+        arguments = AsyncEngineArgs(**vllm_options(options))
+        self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext[self.usage])
         self._num_requests = 0
         self.facts = _vllm_facts(self._engine.vllm_config)
 
-    async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
+    async def stream(
+        self, prompt: list[int], output_len: int, sampling: Sampling
+    ) -> AsyncGenerator[int, None]:
         params = self._params(max_tokens=output_len, ignore_eos=True, output_kind=self._delta, **sampling)
         self._num_requests += 1
-        outputs = self._engine.generate({"prompt_token_ids": prompt}, params, str(self._num_requests))
-        async for output in outputs:
-            yield len(output.outputs[0].token_ids)
+        generate = self._engine.generate({"prompt_token_ids": prompt}, params, str(self._num_requests))
+        async with aclosing(generate) as outputs:
+            async for output in outputs:
+                yield len(output.outputs[0].token_ids)
 
     async def shut_down(self) -> None:
         self._engine.shutdown()
+
+
+class VllmServing(VllmStreams):
+    """The same with the steps and the event loop of ``vllm serve``."""
+
+    usage = "OPENAI_API_SERVER"
+    new_runner = staticmethod(_server_runner)
+
+    async def make(self, options: EngineOptions) -> None:
+        await super().make(options)
+        self.facts |= _server_facts(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _vllm_facts(config: Any) -> dict[str, Any]:
@@ -309,4 +397,5 @@ def _vllm_facts(config: Any) -> dict[str, Any]:
 ENGINES: dict[str, dict[str, Any]] = {
     "offline": {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang},
     "streaming": {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams},
+    "serving": {"rose": RoseServing, "rose-in-vllm": VllmServing, "vllm": VllmServing},
 }

@@ -2,8 +2,9 @@
 
     python -m benchmarks.support.worker DESCRIPTOR
 
-    ("start", "offline" or "streaming", EngineOptions)  -> the engine's facts
+    ("start", kind of ``ENGINES``, EngineOptions)       -> the engine's facts
     ("run", Requests, sampling)                         -> figures
+    ("hold", HeldStreams, sampling)                     -> figures
     ("close",)                                          -> None
 
 Answers are (answer, ""), failures (None, "what went wrong").

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.support.engines import MODULES, EngineOptions, Sampling
 from benchmarks.support.turns import Row, Turn, paused, resume
-from benchmarks.support.workload import MODES, WAKING, Requests
+from benchmarks.support.workload import MODES, WAKING, HeldStreams, Requests
 
 ROOT = Path(__file__).resolve().parents[2]
 # A first start compiles for a minute or two; a run of thousands of prompts on a CPU is no benchmark.
@@ -83,7 +83,7 @@ class EngineProcess:
 
 
 class Worker(EngineProcess):
-    """A process of ``benchmarks.support.worker``: "offline" or "streaming"."""
+    """A process of ``benchmarks.support.worker``, for a kind of ``ENGINES``."""
 
     def __init__(self, kind: str, options: EngineOptions, log: Path) -> None:
         self._connection, theirs = multiprocessing.Pipe()
@@ -118,6 +118,11 @@ class Worker(EngineProcess):
         """Return figures of these requests; errors are those of ``receive``."""
         self.send("run", requests, sampling)
         return self.receive()
+
+    def hold(self, streams: HeldStreams, sampling: Sampling) -> Any:
+        """Return figures of streams and of what arrives meanwhile; errors are those of ``receive``."""
+        self.send("hold", streams, sampling)
+        return self.receive(MAX_WAIT_S + streams.seconds)
 
     def facts_if_ready(self) -> dict[str, Any] | None:
         return self.receive() if self._connection.poll() else None

@@ -6,6 +6,7 @@ Imports nothing but NumPy: it is loaded beside engines that bring versions of ev
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,35 @@ class Requests:
         """Return every ``count``-th request from ``index`` on."""
         dealt = slice(index, None, count)
         return Requests(self.prompts[dealt], self.output_lens[dealt], self.due[dealt])
+
+
+@dataclass(frozen=True)
+class HeldStreams:
+    """Streams that an engine keeps running while other requests arrive."""
+
+    arriving: Requests
+    """Due from when all streams run and ``settle_s`` is over."""
+    seconds: float
+    """From then on, at least; streams end when all that arrive are answered, too."""
+    num_streams: int
+    prompt_len: int
+    """Of a stream, in tokens."""
+    length: int
+    """Of a stream, prompt and answer together: then another one takes its place."""
+    vocab_size: int
+    seed: int
+    settle_s: float = 1.0
+
+    def prompts(self, index: int) -> Iterator[tuple[list[int], int]]:
+        """Yield prompt and number of new tokens of each stream that runs in one place, without an end.
+
+        The first ones have different lengths, from one place to the next: else all streams would end at once.
+        """
+        rng, output_len = np.random.default_rng([self.seed, 6, index]), self.length - self.prompt_len
+        new_tokens = max(1, output_len * (index + 1) // self.num_streams)
+        while True:
+            yield rng.integers(1, self.vocab_size, self.prompt_len).tolist(), new_tokens
+            new_tokens = output_len
 
 
 # No other prompt begins with token 0: this one leaves nothing in a prefix cache that a turn could find.

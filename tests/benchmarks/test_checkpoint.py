@@ -101,6 +101,12 @@ def test_small_shapes_are_models_that_rose_serves(shape: str) -> None:
         assert len(output.outputs[0].token_ids) == 4
 
 
+@pytest.mark.parametrize(("window", "expected"), [(None, 4096), (4000, 4096), (4112, 4112)])
+def test_the_longest_request_fits_the_window(window: int | None, expected: int) -> None:
+    with checkpoint(None, QWEN3_06B, small=True, window=window) as model:
+        assert model_facts(model).max_model_len == expected
+
+
 def test_a_model_that_is_given_is_taken_as_it_is() -> None:
     with checkpoint("some/model", LLAMA_1B) as model:
         assert model == "some/model"

@@ -24,15 +24,24 @@ from benchmarks.online import servers, workloads
 from benchmarks.online.http_client import Replay, note_answer, replay
 from benchmarks.online.servers import parse_counts, server_command, server_counts
 from benchmarks.online.timeline import Timeline
-from benchmarks.reports import figures
-from benchmarks.reports.serving import COMPARED, OUTPUTS_APART, compare, poisson_bars
+from benchmarks.reports import figures, serving
+from benchmarks.reports.serving import BUDGET_OFF, COMPARED, GAPS, OUTPUTS_APART, compare, poisson_bars
 from benchmarks.support import worker_pool
 from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.cli import QUICK_MODEL
 from benchmarks.support.comparison import engine_options
-from benchmarks.support.engines import BLOCK_SIZE, STEP_MS, EngineOptions, as_flags
+from benchmarks.support.engines import (
+    BLOCK_SIZE,
+    STEP_MS,
+    EngineOptions,
+    RoseServing,
+    as_flags,
+    rose_options,
+    vllm_options,
+)
 from benchmarks.support.turns import paused
 from benchmarks.support.worker_pool import EngineError, Engines, is_installed
-from benchmarks.support.workload import RandomRequests, Requests, request_sets
+from benchmarks.support.workload import WAKING, HeldStreams, RandomRequests, Requests, request_sets
 from rose_backend import __version__
 from tests.benchmarks.fake_vllm_server import FAKES, METRICS, fake_command
 from tests.benchmarks.sleepers import Sleeper, is_stopped
@@ -83,6 +92,165 @@ def test_streams_in_process_at_a_rate_and_at_their_own_capacity(
     assert rows["own load"]["turns"] != rows["same load"]["turns"]
     assert [goal["name"] for goal in report["bars"]] == ["ITL p99 over its median, own load"]
     assert "own load" in capsys.readouterr().out
+
+
+def test_streams_while_prompts_arrive(
+    run_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "streams --quick --backends rose --repeats 2 --prompts 5 --arrivals fixed poisson"
+    report = run_benchmark(online_compare.main, arguments)
+    assert report["benchmark"] == "streams"
+    assert report["missing"] == report["failed"] == {} and report["turns_left_out"] == 0
+    assert list(report["start_up_s"]) == ["rose"]
+    facts = {"version": __version__, "max_num_batched_tokens": 2048, "event_loop": "uvloop"}
+    assert report["backends"] == {"rose": facts}
+    rows = {row["arrivals"]: row for row in report["rows"]}
+    assert list(rows) == ["fixed", "poisson"]
+    for row in rows.values():
+        assert row["completed"] == 5 and [turn["completed"] for turn in row["turns"]] == [3, 2]
+        assert 0 < row["p50_gap_ms"] <= row["p99_gap_ms"] and row["p90_gap_ms"] <= row["max_gap_ms"]
+        assert 0 < row["p50_ttft_ms"] <= row["p99_ttft_ms"]
+        assert row["tokens_per_piece"] >= 1 and row["output_throughput"] > 0
+    for turn in rows["fixed"]["turns"]:
+        assert turn["duration"] >= turn["completed"] * report["settings"]["interval"]
+    assert [goal["name"] for goal in report["bars"]] == ["fixed arrivals, Rose: gaps, p99 over their median"]
+    printed = capsys.readouterr().out
+    assert "poisson arrivals" in printed and "No losses in 0 comparisons" in printed
+
+
+def test_no_answer_is_on_its_way_to_an_event_loop_that_stands_still() -> None:
+    options = EngineOptions("rose", QUICK_MODEL, "float32", "cpu", 8, 1280, 2**20, dict(os.environ))
+    engine = RoseServing(options)
+    try:
+        asked = [len(engine._engine._counter_waiters)]
+        figures = engine.run(WAKING, {"temperature": 0.0})
+        asked.append(len(engine._engine._counter_waiters))
+    finally:
+        engine.close()
+    assert figures["completed"] == 1 and asked == [0, 0]
+
+
+class Holder:
+    """Stands in for an engine's process: notes the streams that it is to hold, or says that it cannot."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error = error
+        self.held: list[HeldStreams] = []
+
+    def hold(self, streams: HeldStreams, sampling: Any) -> dict[str, Any]:
+        if self._error:
+            raise EngineError(self._error)
+        assert sampling == {"temperature": 0.0}
+        self.held.append(streams)
+        return {"completed": len(streams.arriving.prompts)}
+
+    def kill(self) -> None:
+        """Do nothing; nor do those that end it gently."""
+
+    ask_to_end = wait_for_end = kill
+
+
+def streams_workload(*arguments: str) -> workloads.Streams:
+    options = online_compare.parse_options(["streams", "--quick", "--prompts", "7", *arguments])
+    return workloads.Streams(options, FACTS)
+
+
+def test_prompts_beside_streams_are_split_over_turns() -> None:
+    workload = streams_workload("--arrivals", "fixed", "poisson", "--interval", "0.5")
+    engine: Any = Holder()
+    taken = [workload.take(engine, "rose", turn) for turn in workload.turns_left()]
+    assert [figures["completed"] for figures in taken] == [3, 3, 2, 2, 2, 2]
+    arriving = [held.arriving for held in engine.held]
+    assert [requests.due for requests in arriving[::2]] == [[0.0, 0.5, 1.0], [0.0, 0.5], [0.0, 0.5]]
+    for poisson in arriving[1::2]:
+        assert poisson.due == sorted(set(poisson.due)) and 0.5 not in poisson.due
+    prompts = [tuple(prompt) for requests in arriving for prompt in requests.prompts]
+    assert len(set(prompts)) == 14 and {len(prompt) for prompt in prompts} == {24}
+    assert {length for requests in arriving for length in requests.output_lens} == {16}
+    assert [held.seconds for held in engine.held] == [1.5, 1.5, 1.0, 1.0, 1.0, 1.0]
+    assert len({held.seed for held in engine.held}) == 6
+    assert {(held.num_streams, held.length, held.vocab_size) for held in engine.held} == {(3, 48, 1000)}
+    workload.rows = workload.rows_of(
+        {"rows": [{"arrivals": "fixed", "backend": "rose", "turns": [{}, {}]}], "failed": {}}
+    )
+    left = [turn.columns for turn in workload.turns_left()]
+    assert left[:2] == [{"arrivals": "poisson", "repeat": repeat} for repeat in (0, 1)] and len(left) == 4
+
+
+def test_engines_meet_prompts_at_once_and_apart_before_streams_count(tmp_path: Path) -> None:
+    workload = streams_workload("--interval", "0.5")
+    well: Any = Holder()
+    engines = Engines(lambda options, log: pytest.fail("nothing is to start"), tmp_path)
+    engines.running = {"rose-in-vllm": Holder("it died"), "rose": well}
+    workload.warm_up(engines)
+    assert engines.failed == {"rose-in-vllm": "it died"} and list(engines.running) == ["rose"]
+    (held,) = well.held
+    assert held.arriving.due == [0.0] * 8 + [0.5 * number for number in range(1, 9)]
+    assert held.seed not in {turn.seed for turn in workload.turns_left()}
+
+
+def test_the_kv_cache_holds_all_streams_and_a_few_prompts() -> None:
+    def size(*arguments: str) -> int:
+        options = online_compare.parse_options(["streams", *arguments])
+        workload = workloads.Streams(options, replace(FACTS, max_model_len=4112))
+        return int(workload.settings["kv_cache_tokens"])
+
+    assert size() == 20 * 4096 + 8 * 4112
+    assert size("--streams", "1", "--stream-tokens", "200", "--prompt-tokens", "9") == 4112 + 256
+    assert size("--kv-cache-tokens", "5000") == 5000
+    options = online_compare.parse_options(["streams", "--prompt-tokens", "5000"])
+    assert workloads.Streams.window(options) == 5016
+    with pytest.raises(SystemExit, match="the longest request has 5,016 tokens; the model takes 64"):
+        workloads.Streams(options, FACTS)
+
+
+def test_rose_runs_without_its_step_budget_beside_itself() -> None:
+    arguments = ["streams", "--backends", *workloads.Streams.backends, "--compare-step-budget"]
+    options = online_compare.parse_options(
+        [*arguments, "--engine-options", 'rose-in-vllm={"additional_config": {"rose": {"step_budget": 12}}}']
+    )
+    made: dict[str, dict[str, Any]] = {}
+    for name, (backend, off) in workloads.Streams.sides(options).items():
+        side = engine_options(options, backend, "model", FACTS, off)
+        made[name] = rose_options(side) if backend == "rose" else vllm_options(side)
+    inside, standalone = BUDGET_OFF["rose-in-vllm"], BUDGET_OFF["rose"]
+    assert list(made) == [*workloads.Streams.backends, standalone, inside]
+    assert made["rose-in-vllm"]["additional_config"] == {"rose": {"step_budget": 12}}
+    assert made[inside] == made["rose-in-vllm"] | {"additional_config": {"rose": {"step_budget": "off"}}}
+    assert made[standalone] == made["rose"] | {"step_budget_ms": "off"}
+    assert "additional_config" not in made["vllm"]
+    assert list(workloads.Streams.sides(online_compare.parse_options(arguments[:5]))) == arguments[2:5]
+
+
+def test_the_table_of_streams_has_ratios_and_losses() -> None:
+    options = online_compare.parse_options(["streams"])
+    figures = dict.fromkeys(GAPS, 20.0) | {"tokens_per_piece": 1.25, "client_busy": 0.5, "turns": [{}] * 3}
+    sides = {"vllm": {}, "rose-in-vllm": {"p99_gap_ms": 30.0, "output_throughput": 19.0}}
+    sides[BUDGET_OFF["rose-in-vllm"]] = {"gap_tail": 7.5}
+    result = {
+        "rows": [{"arrivals": "fixed", "backend": side, **figures, **of} for side, of in sides.items()],
+        "settings": {
+            **workloads.Streams(options, replace(FACTS, max_model_len=4112)).settings,
+            "model": "m",
+            "dtype": "bfloat16",
+        },
+        **{"backends": {}, "device": "a GPU", "versions": {}, "command": "python"},
+    }
+    lines = serving.streams_table(result).splitlines()
+    assert [line.split(" | ")[1] for line in lines[2 : lines.index("")]] == [
+        "Rose in vLLM",
+        "the same, `step_budget` off",
+        "vLLM",
+        "Rose in vLLM / vLLM",
+        "rose-in-vllm, step_budget off / vLLM",
+    ]
+    assert lines[5].split(" | ")[2:] == ["1.00x", "1.00x", "1.50x", *["1.00x"] * 4, "0.95x |"]
+    text = "\n".join(lines)
+    assert (
+        "Slower in 2 of 8 comparisons" in text and "gap p99 30 ms against 20 ms; output tokens/s 19" in text
+    )
+    assert "Medians of 3 turns, 32 streams of up to 4,096 tokens" in text
+    assert "Busiest client: 50% of a core; at most 1.25 tokens in a piece on average." in text
 
 
 class Recorder:

@@ -25,7 +25,7 @@ from benchmarks.support import checkpoint
 from tests.conftest import ROOT
 from tests.support.patience import HANG_S
 
-UNPUBLISHED = ("sglang_gpt2", "vllm_gemma3")
+UNPUBLISHED = ("sglang_gpt2", "streams_llama8b", "streams_qwen3", "vllm_gemma3")
 """Steps without a result of an H200 in the repository."""
 
 
@@ -108,7 +108,7 @@ def test_where_an_engine_is_installed_goes_to_the_steps_that_compare_it() -> Non
 def test_comparisons_go_on_from_what_is_there(tmp_path: Path) -> None:
     resuming, anew = suite.parse_options(["--resume", "--results", str(tmp_path)]), suite.parse_options([])
     can = {name for name, (arguments, _) in STEPS.items() if arguments.split()[0].endswith("_compare")}
-    assert len(can) == 25
+    assert len(can) == 27
     for name in STEPS:
         result = tmp_path / f"{name}.json"
         assert "--resume" not in command(name, resuming, result)
@@ -139,21 +139,25 @@ def test_checkpoints_are_kept_where_the_variable_says(
 ) -> None:
     written = []
 
-    def write(folder: Path, shape: str, *, small: bool) -> Path:
+    def write(folder: Path, shape: str, *, small: bool, window: int | None) -> Path:
         folder.mkdir(exist_ok=True)
-        written.append((folder.name, shape, small))
+        written.append((folder.name, shape, small, window))
         return folder
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", write)
     monkeypatch.setenv(checkpoint.KEPT_IN, str(tmp_path))
-    for small in (False, False, True):
-        with checkpoint.checkpoint(None, checkpoint.LLAMA_1B, small=small) as model:
+    for small, window in ((False, None), (False, None), (True, None), (True, 4112)):
+        with checkpoint.checkpoint(None, checkpoint.LLAMA_1B, small=small, window=window) as model:
             assert Path(model).parent == tmp_path
-    assert written == [("llama-1b", "llama-1b", False), ("llama-1b-small", "llama-1b", True)]
+    assert written == [
+        ("llama-1b", "llama-1b", False, None),
+        ("llama-1b-small", "llama-1b", True, None),
+        ("llama-1b-small-window-4112", "llama-1b", True, 4112),
+    ]
     monkeypatch.delenv(checkpoint.KEPT_IN)
     with checkpoint.checkpoint(None) as model:
         assert Path(model).parent != tmp_path
-    assert len(written) == 3
+    assert len(written) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in ("kernels", *UNPUBLISHED)])
@@ -240,6 +244,12 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
         ("online_compare in-process --share 0", "--share: got 0.0, has to be above 0"),
         ("online_compare in-process --rate 0", "--rate: got 0.0, has to be above 0"),
         ("online_compare in-process --requests 1", "--requests: got 1, at least 2"),
+        ("online_compare streams --streams 0", "--streams: got 0, at least 1"),
+        ("online_compare streams --streams 256", "--streams: got 256, has to be below --max-num-seqs 256"),
+        ("online_compare streams --stream-tokens 128", "--stream-tokens: got 128, has to be above 128"),
+        ("online_compare streams --prompts 2", "--prompts: got 2, needed is one for each of 3 turns"),
+        ("online_compare streams --interval 0", "--interval: got 0.0, has to be above 0"),
+        ("online_compare streams --arrivals at-once", "invalid choice: 'at-once'"),
         ("online_compare poisson --requests 0", "--requests: got 0, at least 1"),
         ("online_compare poisson --max-seconds 0", "--max-seconds: got 0.0, has to be above 0"),
         ("online_compare poisson --seconds -1", "--seconds: got -1.0, has to be above 0"),

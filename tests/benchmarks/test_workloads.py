@@ -1,19 +1,23 @@
-"""Workloads: all engines are asked for the same and never twice, traces are like the published, streams are timed."""
+"""Workloads: all engines are asked for the same and never twice, traces are like the published, answers are timed."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.online.streams import Pieces, gap_figures, hold_streams, together
 from benchmarks.online.timeline import Timeline, play, summary
 from benchmarks.online.trace import TraceRequest, fitted, read_trace, statistics_of, synthetic_trace
 from benchmarks.reports.serving import in_process_bars as goal_bars
-from benchmarks.support.workload import NanoVllmRequests, RandomRequests, Requests
+from benchmarks.reports.serving import streams_bars
+from benchmarks.support.workload import HeldStreams, NanoVllmRequests, RandomRequests, Requests
 
 MIXED = RandomRequests(200, (16, 64), (1, 8), seed=5)
 
@@ -205,3 +209,151 @@ def test_goals() -> None:
         "E2EL p99 over vLLM's, same load",
     ]
     assert goal_bars(rows[1:2]) == []
+
+
+# The second prompt's answer takes more turns of the event loop than any stream.
+HELD = HeldStreams(
+    arriving=Requests([[60] * 5, [61] * 5], [3, 60], [0.0, 0.001]),
+    seconds=0.01,
+    num_streams=3,
+    prompt_len=4,
+    length=13,
+    vocab_size=50,
+    seed=7,
+    settle_s=0.0,
+)
+
+
+class Echo:
+    """Streams pieces of one token as fast as the event loop goes, and notes what it was asked for and what has ended.
+
+    Args:
+        lost: tokens that answers to prompts with this first token lack; a number below 0 is an error instead.
+    """
+
+    def __init__(self, lost: dict[int, int] | None = None) -> None:
+        self._lost = lost or {}
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.num_ended = 0
+
+    async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[int, None]:
+        self.asked.append((tuple(prompt), output_len))
+        lost = self._lost.get(prompt[0], 0)
+        if lost < 0:
+            raise ConnectionError("the engine is gone")
+        try:
+            for _ in range(output_len - lost):
+                await asyncio.sleep(0)
+                yield 1
+            yield 0
+        finally:
+            # As an engine's client does to abort a request: that is awaited, and not left to the event loop.
+            for _ in range(10):
+                await asyncio.sleep(0)
+            self.num_ended += 1
+
+
+def test_streams_follow_each_other_while_prompts_arrive() -> None:
+    echo = Echo()
+
+    async def held() -> tuple[dict[str, Any], int]:
+        return await hold_streams(echo.stream, HELD), echo.num_ended
+
+    figures, num_ended = asyncio.run(held())
+    assert figures["duration"] >= HELD.seconds
+    assert figures["completed"] == len(figures["ttfts_ms"]) == 2
+    assert 0 < figures["p50_gap_ms"] <= figures["p99_gap_ms"] <= figures["max_gap_ms"]
+    assert figures["tokens_per_piece"] == 1
+    assert figures["num_gaps"] > 0 and figures["output_throughput"] > 0 and figures["client_busy"] > 0
+    # No stream is left running, and no prompt came twice.
+    assert num_ended == len(echo.asked) == len({prompt for prompt, _ in echo.asked})
+    of_streams = [(len(prompt), output_len) for prompt, output_len in echo.asked if prompt[0] < 50]
+    # The first ones end one after the other.
+    assert of_streams[:3] == [(4, 3), (4, 6), (4, 9)] and set(of_streams[3:]) == {(4, 9)}
+    again = Echo()
+    asyncio.run(hold_streams(again.stream, HELD))
+    assert again.asked[:3] == echo.asked[:3]
+    other = Echo()
+    asyncio.run(hold_streams(other.stream, replace(HELD, seed=8)))
+    assert not {prompt for prompt, _ in other.asked[:3]} & {prompt for prompt, _ in echo.asked}
+
+
+def test_a_stream_that_fails_ends_the_turn_and_says_why() -> None:
+    first = next(HELD.prompts(1))[0][0]
+    with pytest.raises(RuntimeError, match="a stream got 5 new tokens, 6 were asked for"):
+        asyncio.run(hold_streams(Echo({first: 1}).stream, HELD))
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        asyncio.run(hold_streams(Echo({first: -1}).stream, HELD))
+    with pytest.raises(RuntimeError, match="got 62 new tokens, 63 were asked for"):
+        asyncio.run(hold_streams(Echo({61: 1}).stream, HELD))
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        asyncio.run(hold_streams(Echo({61: -1}).stream, HELD))
+
+
+def test_gaps_count_within_a_stream_where_they_touch_the_time_of_prompts() -> None:
+    before, after = Pieces([1.0, 9.0, 9.5], [1, 1, 1]), Pieces([21.0, 22.0], [1, 1])
+    # The first begins before 10 s and the last ends after 20 s; from 14 to 16 s another stream takes the place.
+    first, second = (
+        Pieces([9.75, 10.0, 10.5, 14.0], [1, 1, 1, 5]),
+        Pieces([16.0, 17.0, 20.0, 23.0], [1, 2, 1, 1]),
+    )
+    assert gap_figures([before, first, second, after, Pieces()], 10.0, 20.0) == {
+        "num_gaps": 4,
+        "p50_gap_ms": 2000.0,
+        "p90_gap_ms": pytest.approx(3350.0),
+        "p99_gap_ms": pytest.approx(3485.0),
+        "max_gap_ms": 3500.0,
+        "num_tokens": 10,
+        "tokens_per_piece": 2.0,
+    }
+    late = Pieces([9.0, 19.0, 26.0], [1, 1, 1])
+    assert gap_figures([late], 10.0, 20.0)["max_gap_ms"] == 10_000
+    with pytest.raises(RuntimeError, match="no stream had two pieces"):
+        gap_figures([before, after], 10.0, 20.0)
+
+
+def test_turns_of_streams_are_put_together() -> None:
+    names = ("p50_gap_ms", "p99_gap_ms", "max_gap_ms", "completed", "output_throughput")
+    values = ((2.0, 3.0, 9.0, 1, 70.0), (4.0, 6.0, 50.0, 2, 90.0), (5.0, 6.0, 8.0, 2, 80.0))
+    ttfts = ([10.0], [20.0, 30.0], [40.0, 50.0])
+    turns = [
+        {**dict(zip(names, of_turn, strict=True)), "ttfts_ms": of_prompts}
+        for of_turn, of_prompts in zip(values, ttfts, strict=True)
+    ]
+    assert together(turns) == {
+        "p50_gap_ms": 4.0,
+        "p99_gap_ms": 6.0,
+        "gap_tail": 1.5,
+        "max_gap_ms": 50.0,
+        "completed": 5,
+        "output_throughput": 80.0,
+        "p50_ttft_ms": 30.0,
+        "p90_ttft_ms": pytest.approx(46.0),
+        "p99_ttft_ms": pytest.approx(49.6),
+    }
+
+
+def test_goals_of_streams() -> None:
+    def side(arrivals: str, backend: str, tail: float, p50: float, p99: float) -> dict[str, object]:
+        figures = {"gap_tail": tail, "p50_ttft_ms": p50, "p99_ttft_ms": p99}
+        return {"arrivals": arrivals, "backend": backend, **figures}
+
+    rows = [
+        side("fixed", "rose", 1.8, 115.0, 231.0),
+        side("fixed", "rose-in-vllm", 1.81, 116.0, 230.0),
+        side("fixed", "rose-in-vllm, step_budget off", 9.0, 900.0, 900.0),
+        side("fixed", "vllm", 9.0, 100.0, 200.0),
+        side("poisson", "rose-in-vllm", 9.0, 900.0, 280.0),
+        side("poisson", "vllm", 9.0, 100.0, 200.0),
+    ]
+    bars = {goal["name"]: goal["met"] for goal in streams_bars(rows)}
+    assert bars == {
+        "fixed arrivals, Rose: gaps, p99 over their median": True,
+        "fixed arrivals, Rose: TTFT p50 over vLLM's": True,
+        "fixed arrivals, Rose: TTFT p99 over vLLM's": False,
+        "fixed arrivals, Rose in vLLM: gaps, p99 over their median": False,
+        "fixed arrivals, Rose in vLLM: TTFT p50 over vLLM's": False,
+        "fixed arrivals, Rose in vLLM: TTFT p99 over vLLM's": True,
+        "poisson arrivals, Rose in vLLM: TTFT p99 over vLLM's": True,
+    }
+    assert [goal["name"] for goal in streams_bars(rows[1:2])] == list(bars)[3:4]
