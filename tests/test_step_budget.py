@@ -104,9 +104,8 @@ def at_random(per_second: float, count: int, size: int) -> list[tuple[float, int
     [
         (LLAMA_8B, every(0.4, 100, 4096), 1.5),
         (QWEN3_0_6B, every(0.125, 200, 4096), 2.0),
-        (two_passes, every(0.4, 100, 600), 3.0),
     ],
-    ids=["Llama 8B", "Qwen3 0.6B", "two passes"],
+    ids=["Llama 8B", "Qwen3 0.6B"],
 )
 def test_a_prompt_at_a_time_makes_steps_a_little_longer(
     of: Device, arrivals: list[tuple[float, int]], factor: float
@@ -115,7 +114,7 @@ def test_a_prompt_at_a_time_makes_steps_a_little_longer(
     served, whole = serve(of, arrivals, budget), serve(of, arrivals, None)
     decode_s = median(served.gaps)
     # It costs first tokens what it may, and not for each chunk anew.
-    allowed_s = 0.15 * of(size) + 8 * decode_s + of(0)
+    allowed_s = 0.5 * of(size) + decode_s + of(0)
     assert mean(served.first_tokens[20:]) <= mean(whole.first_tokens) + allowed_s
     assert served.p99 <= 1.1 * factor * decode_s
     learned = served.gaps[len(served.gaps) // 3 :]
