@@ -129,7 +129,7 @@ class PluginConfig(Switches):
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
     of the same name."""
-    step_budget: str | float = "auto"
+    step_budget: str | float = "off"
     """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
     prompts would wait too long; a number: this many milliseconds; ``off``: for as many prompt tokens as vLLM gives a
     step. Needs batched scheduling."""
@@ -184,7 +184,7 @@ class EngineConfig(Switches):
     ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""
     max_queue_size: int = 10_000
     """Requests that may wait; one more is refused."""
-    step_budget_ms: str | float = "auto"
+    step_budget_ms: str | float = "off"
     """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
     prompts would wait too long; a number: this many milliseconds; ``off``: for ``max_num_batched_tokens``. Needs
     chunked prefill; no effect on ``LLM.generate``, whose outputs nobody reads before their end."""

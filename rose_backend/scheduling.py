@@ -222,6 +222,7 @@ _FIRST_PROMPT_TOKENS = 512
 """Of the first steps under a fixed number of milliseconds, before anything is known."""
 _NUM_GAPS, _GAPS_PER_MEDIAN = 64, 16
 _NEW_SHARE, _NEW_SHARE_OF_CACHED = 1 / 4, 1 / 8
+_NUM_OVERHEADS = 5
 _KEPT_OVERHEAD = 1 - 1 / 256
 """After a step that was long enough to tell the rate. Where small steps cost too much, none is tried for a while."""
 
@@ -261,6 +262,7 @@ class StepBudget:
         self._decode_s = 0.0
         self._largest = 0
         self._rate = self._overhead_s = 0.0
+        self._overheads: deque[float] = deque(maxlen=_NUM_OVERHEADS)
         self._limit = 0
         # Of the factor of the step before; 0 after a step without prompts.
         self._last_index = 0
@@ -299,11 +301,10 @@ class StepBudget:
             self._rate += (min(rate, 2 * self._rate) - self._rate) * _NEW_SHARE
             self._overhead_s *= _KEPT_OVERHEAD
         elif 2 * num_prompt_tokens >= self._limit:
-            # The end of a prompt is smaller than its budget; it takes the time of the decodes and tells nothing. A
-            # pause of the process counts like a step that fits into no budget.
-            overhead_s = max(seconds - num_prompt_tokens / self._rate, 0.0)
-            overhead_s = min(overhead_s, max(_FACTORS[-1] * self._decode_s, self._seconds or 0.0))
-            self._overhead_s += (overhead_s - self._overhead_s) * _NEW_SHARE
+            # The end of a prompt is smaller than its budget; it takes the time of the decodes and tells nothing.
+            self._overheads.append(max(seconds - num_prompt_tokens / self._rate, 0.0))
+            # A pause of the process is one of several.
+            self._overhead_s = sorted(self._overheads)[len(self._overheads) // 2]
 
     def note_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
         """Note that a prompt of ``num_tokens`` has begun; the prefix cache has supplied ``num_cached_tokens``."""

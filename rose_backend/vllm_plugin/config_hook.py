@@ -154,7 +154,6 @@ def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: Mode
     manager = "RoseKVCacheManager" if options.uses_rose_manager(vllm_config) else "vLLM's own"
     names = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
     off = [name for name in names if not getattr(switches, name)]
-    off += ["step_budget"] if switches.step_budget == "off" else []
     parts = (
         f"attention ROSE ({attention}{_describe_graphs(vllm_config)})",
         f"block manager {manager} ({_describe_hits(vllm_config, switches)})",

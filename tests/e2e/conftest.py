@@ -45,10 +45,9 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
 
         @contextlib.contextmanager
         def engine(*, num_threads: int = 1, runner: str | None = None, **options: Any) -> Iterator[Any]:
-            # Tests look at single tokens, unless told otherwise, and chunks are the same however long steps take.
+            # Tests look at single tokens, unless told otherwise.
             rose = {
                 "exact_cached_tokens": True,
-                "step_budget": "off",
                 **options.get("additional_config", {}).get("rose", {}),
             }
             options["additional_config"] = {"rose": rose}

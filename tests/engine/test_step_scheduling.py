@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rose_backend import LLM
+from rose_backend import LLM, scheduling
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.output_thread import OutputHandler, OutputProcessor
@@ -264,7 +264,8 @@ class Clock:
 def serving(
     path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Iterator[tuple[EngineCore, Clock]]:
-    """Yield an engine as in a server, in which a request decodes, and its clock."""
+    """Yield an engine as in a server, in which a request decodes, and its clock; by default with a budget."""
+    options = {"step_budget_ms": "auto", **options}
     config = EngineConfig(model=str(path), dtype="float32", device="cpu", prefix_cache=False, **options)
     with closing(EngineCore(config, output_handler=OutputHandler(lambda outputs: None))) as core:
         clock = Clock(core, monkeypatch)
@@ -291,6 +292,8 @@ def chunks_of(parts: list[tuple[int, list[int]]]) -> list[int]:
 def test_prompts_are_cut_to_steps_of_one_and_a_half_decode_steps(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
 ) -> None:
+    # Prompts of 66 ms may take 112 ms.
+    monkeypatch.setattr(scheduling, "_MAX_DELAY_IN_STEPS", 8)
     with serving(tiny_model_path, monkeypatch, run_ahead=run_ahead) as (core, clock):
         send_prompts(core, 18)
         chunks = chunks_of(clock.parts)

@@ -24,8 +24,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 512 << 20,
     "disable_log_stats": False,
     "seed": 0,
-    # Hits are counted to the token, and chunks do not depend on the time that steps take. Without Rose nobody reads it.
-    "additional_config": {"rose": {"exact_cached_tokens": True, "step_budget": "off"}},
+    # Hits are counted to the token. Without Rose nobody reads it.
+    "additional_config": {"rose": {"exact_cached_tokens": True}},
 }
 NUM_BLOCKS = 64
 """Of 16 tokens: twice what the longest request takes, and a third of what all that run at once ask for."""

@@ -40,6 +40,7 @@ from tests.support.vllm_plugin.configs import (
 )
 
 ROSE_MANAGER_ONLY = "only with Rose's block manager"
+AUTO_BUDGET = rose(step_budget="auto")
 LINES: dict[str, tuple[dict[str, Any], str]] = {
     "all on": (
         {},
@@ -60,12 +61,12 @@ LINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no hits": (rose(prefix_cache=False, token_granular_hits=False), "(no prefix cache);"),
     "no batches": (
-        rose(batched_scheduling=False),
+        rose(batched_scheduling=False, step_budget="auto"),
         "decodes scheduled one by one;|; disabled: batched_scheduling; |step_budget (batched_scheduling off)",
     ),
     "no budget": (
         rose(step_budget="off", batched_scheduling=False),
-        "; disabled: batched_scheduling, step_budget; unavailable: cuda_graph ",
+        "; disabled: batched_scheduling; unavailable: cuda_graph ",
     ),
     "outputs apart": (rose(joined_outputs=False), "; disabled: joined_outputs; "),
     "vLLM's layers and sampler": (
@@ -73,7 +74,7 @@ LINES: dict[str, tuple[dict[str, Any], str]] = {
         "separate K/V write|model vLLM's own GPT2LMHeadModel|sampler vLLM's own",
     ),
     "vLLM's block manager": (
-        rose(block_manager=False),
+        rose(block_manager=False, step_budget=12),
         "separate K/V write|block manager vLLM's own (prefix hits at block borders)|decodes scheduled one by one"
         "|unavailable: fused_kv_append and batched_scheduling and token_granular_hits and step_budget "
         f"({ROSE_MANAGER_ONLY})|cuda_graph and step_graph (|; disabled: block_manager; ",
@@ -81,7 +82,7 @@ LINES: dict[str, tuple[dict[str, Any], str]] = {
     "off, and so not said to be unavailable": (
         rose(block_manager=False, fused_kv_append=False, prefix_cache=False),
         "block manager vLLM's own (no prefix cache)"
-        "|unavailable: batched_scheduling and token_granular_hits and step_budget (|"
+        "|unavailable: batched_scheduling and token_granular_hits (|"
         "; disabled: fused_kv_append, prefix_cache, block_manager; ",
     ),
     "drafts": ({"speculative_config": n_grams()}, "ROSE (stores K/V itself|sampler vLLM's own"),
@@ -157,16 +158,16 @@ def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: Ma
         ({"runner": "pooling"}, "fused_add_layernorm", "no layers of Rose's for this model"),
         ({"use_fp64_gumbel": True}, "fused_sampler", "float64 noise"),
         ({"enable_prefix_caching": False}, "prefix_cache", "off in vLLM"),
-        ({"speculative_config": n_grams()}, "step_budget", "drafts"),
-        ({"scheduling_policy": "priority"}, "step_budget", "priorities"),
-        ({"watermark": 0.1}, "step_budget", "--watermark"),
-        ({"long_prefill_token_threshold": 64}, "step_budget", "--long-prefill-token-threshold"),
+        ({"speculative_config": n_grams()} | AUTO_BUDGET, "step_budget", "drafts"),
+        ({"scheduling_policy": "priority"} | AUTO_BUDGET, "step_budget", "priorities"),
+        ({"watermark": 0.1} | AUTO_BUDGET, "step_budget", "--watermark"),
+        ({"long_prefill_token_threshold": 64} | AUTO_BUDGET, "step_budget", "--long-prefill-token-threshold"),
         (
-            {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048} | AUTO_BUDGET,
             "step_budget",
             "no chunked prefill",
         ),
-        ({"disable_chunked_mm_input": True}, "step_budget", "--disable-chunked-mm-input"),
+        ({"disable_chunked_mm_input": True} | AUTO_BUDGET, "step_budget", "--disable-chunked-mm-input"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, "chunked_prefill", "off in vLLM"),
     ],
 )
@@ -181,7 +182,8 @@ def test_what_is_not_in_force_is_named_with_its_reason(
     assert ("batched_scheduling" in idle) is not batches_decode_steps(config)
     assert ("fused_kv_append" in idle) is not appends_in_attention(config)
     assert ("prefix_cache" in idle) is not config.cache_config.enable_prefix_caching
-    assert ("step_budget" in idle) is (why_steps_have_no_budget(config) is not None)
+    has_budget = rose_options(config).step_budget != "off"
+    assert ("step_budget" in idle) is (has_budget and why_steps_have_no_budget(config) is not None)
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ class CountedOutputs:
 
 
 def batching(is_on: bool) -> dict[str, Any]:
-    """Return the options of a side; a budget would depend on the time that steps take."""
-    return {"rose": {"batched_scheduling": is_on, "step_budget": "off"}}
+    return {"rose": {"batched_scheduling": is_on}}
 
 
 def _schedule(side: Simulation) -> Any:
