@@ -3,7 +3,8 @@
     python -m benchmarks.vllm_step_profile [--backend rose-in-vllm] [--shape qwen3-0.6b] [--batches 1 32 256] [--quick]
 
 One engine, in one process with its front end, so that profilers see all of it. For each number of requests it decodes
-behind 16-token prompts; then it takes prompts of --prompt-tokens, each of which gets one token. Requests give their
+behind 16-token prompts; then it takes prompts of --prompt-tokens, each of which gets one token. With --chunks, steps
+also compute so many tokens of one prompt beside 32 decodes with a context of the same length. Requests give their
 output when it is complete, as those of LLM.generate do. Each is run three times: timed, under torch's profiler for the
 device, and under cProfile for the host, which makes Python slower: what its figures say is where the time goes. "idle"
 is the wall time of a step less the time in which the device works.
@@ -33,6 +34,8 @@ BACKENDS = ("rose-in-vllm", "vllm")
 PROMPT_TOKENS = 16
 WARM_UP_STEPS = 24
 MAX_FUNCTIONS = 40
+DECODES_BESIDE_CHUNKS = {False: 32, True: 2}
+"""With ``--quick`` fewer."""
 
 
 class Engine:
@@ -100,6 +103,31 @@ def profile_prompts(engine: Engine, num_requests: int, prompt_tokens: int, mode:
     return {"scene": "prompts", **sizes, **_profiles(queue, engine.run, num_steps)}
 
 
+def profile_chunks(
+    engine: Engine, num_decodes: int, prompt_tokens: int, chunk: int, mode: str
+) -> dict[str, Any]:
+    """Return what a step of ``num_decodes`` requests and ``chunk`` tokens of a prompt consists of."""
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    num_steps, limit = -(-prompt_tokens // chunk), scheduler.max_num_scheduled_tokens
+    decodes = engine.add(num_decodes, prompt_tokens, 4 * (num_steps + WARM_UP_STEPS), MODES[mode])
+    engine.run(WARM_UP_STEPS)
+    scheduler.max_num_scheduled_tokens = num_decodes + chunk
+
+    def queue() -> None:
+        # What is left of the one before, whose tokens are read late, is computed first.
+        engine.run(2)
+        engine.add(1, prompt_tokens, 1, MODES[mode])
+
+    queue()
+    engine.run(num_steps)  # what has to be compiled is compiled now
+    found = _profiles(queue, lambda: engine.run(num_steps), num_steps)
+    scheduler.max_num_scheduled_tokens = limit
+    engine.engine.abort_request(decodes)
+    engine.run()
+    sizes = {"num_requests": num_decodes, "prompt_tokens": prompt_tokens, "num_steps": num_steps}
+    return {"scene": f"decodes beside {chunk} tokens of a prompt", "chunk": chunk, **sizes, **found}
+
+
 def _profiles(queue: Callable[[], object], run: Callable[[], object], num_steps: int) -> dict[str, Any]:
     """Return figures of a step; ``queue`` comes before each ``run`` and does not count."""
     # Late: it imports the standalone engine, which a process of stock vLLM would not have.
@@ -162,6 +190,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=number, help="decode steps that each run has (default: 64)")
     parser.add_argument("--prompts", type=number, help="requests of prompt steps (default: 256)")
     parser.add_argument("--prompt-tokens", type=number, help="of each of them (default: 512)")
+    text = "of a prompt in steps that decode, too (default: no such steps)"
+    parser.add_argument("--chunks", type=number, nargs="+", default=[], metavar="TOKENS", help=text)
     parser.add_argument("--mode", choices=list(MODES), default="greedy", help=DEFAULT)
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
@@ -185,6 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = Engine(options, model, facts)
         profiles = [profile_decoding(engine, batch, options.mode, options.steps) for batch in options.batches]
         profiles.append(profile_prompts(engine, options.prompts, options.prompt_tokens, options.mode))
+        num_decodes = DECODES_BESIDE_CHUNKS[options.quick]
+        profiles += [
+            profile_chunks(engine, num_decodes, options.prompt_tokens, chunk, options.mode)
+            for chunk in options.chunks
+        ]
         engine.close()
     report = {
         "benchmark": "vllm_step_profile",

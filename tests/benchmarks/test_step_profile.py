@@ -77,7 +77,8 @@ def test_time_in_which_kernels_overlap_counts_once(monkeypatch: pytest.MonkeyPat
 def test_quick_profile_inside_vllm(backend: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     path = tmp_path / "profile.json"
-    arguments = ["--quick", "--backends", backend, "--batches", "2", "--json", str(path)]
+    arguments = ["--quick", "--backends", backend, "--batches", "2", "--chunks", "8"]
+    arguments += ["--json", str(path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.vllm_step_profile", *arguments],
         cwd=ROOT,
@@ -87,10 +88,11 @@ def test_quick_profile_inside_vllm(backend: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("Rose is active" in done.stdout + done.stderr) == (backend == "rose-in-vllm")
-    decode, prompts = json.loads(path.read_text())["profiles"]
+    decode, prompts, chunks = json.loads(path.read_text())["profiles"]
     assert (decode["scene"], decode["num_requests"]) == ("decode", 2)
     assert (prompts["num_requests"], prompts["prompt_tokens"]) == (8, 32) and prompts["num_steps"] >= 1
-    for step in (decode, prompts):
+    assert (chunks["num_requests"], chunks["chunk"], chunks["num_steps"]) == (2, 8, 4)
+    for step in (decode, prompts, chunks):
         assert step["busy_us"] > 0 and step["launches"] > 10
         assert step["idle_us"] == pytest.approx(step["step_us"] - step["busy_us"])
         called = {each["function"].partition("(")[2]: each for each in step["host"]}
