@@ -205,26 +205,28 @@ _FACTORS = (1.5, 2.0, 2.5, 3.0)
 _MAX_SLOWDOWN, _MAX_DELAY_IN_STEPS = 0.5, 1
 """A factor is too small if prompts are over later than without a budget by more than this share of the first prompt's
 own time and this many decode steps. Simulated, a prompt of 4096 tokens of Llama 8B on an H100 ends after 153 ms with
-gaps of 10.2 ms, without a budget after 104 ms with a gap of 101 ms. Where a step with prompts costs much whatever its
-size, as those of Qwen3 0.6B do beside streams of 2,000 tokens (H200), 0.15 and 8 doubled the time to the first token
-for gaps of 10 ms instead of 19 ms."""
+gaps of 10.2 ms, without a budget after 104 ms with a gap of 101 ms."""
 _SHARE_FOR_LESS = 1 / 4
 """Of that delay, for a smaller factor than that of the step before: what is left of a prompt would be granted the whole
 delay anew, step by step."""
 _RARE_PROMPTS, _RARE_STEPS = 10, 2000
-"""Fewer prompts than these in as many steps are at most 0.5 % of the gaps: the 99th percentile does not see them."""
+"""Fewer than 10 prompts in 2,000 steps are at most 0.5 % of the gaps: the 99th percentile does not see them."""
 _MIN_PROMPT_TOKENS = 32
-"""A step with less of a prompt takes as long as one with this, and each step over again streams the weights."""
+"""A step with less of a prompt takes as long as one with this, and every step streams the weights again."""
 _PROMPT_TOKENS_UNIT = 16
 """Budgets are multiples of it, the usual size of a block. They grow by half where a step of 32 tokens takes no longer
 than a decode step, so a unit of 32 would hold them there for ever."""
 _FIRST_PROMPT_TOKENS = 512
 """Of the first steps under a fixed number of milliseconds, before anything is known."""
 _NUM_GAPS, _GAPS_PER_MEDIAN = 64, 16
+"""Plain decode steps that the median is of, and after how many it is computed anew."""
 _NEW_SHARE, _NEW_SHARE_OF_CACHED = 1 / 4, 1 / 8
+"""Weight of a new rate, and of what a new prompt had left to compute, in the average of all before it."""
 _NUM_OVERHEADS = 5
+"""Small steps that the median of the overhead is of."""
 _KEPT_OVERHEAD = 1 - 1 / 256
-"""After a step that was long enough to tell the rate. Where small steps cost too much, none is tried for a while."""
+"""After a step long enough to tell the rate, until the next small one: where small steps cost too much, none is
+tried for a while."""
 
 
 class StepBudget:
@@ -274,7 +276,8 @@ class StepBudget:
     def __str__(self) -> str:
         return (
             f"{self.num_limited} with fewer prompt tokens than there were, {self.num_raised} of these longer than "
-            f"{_FACTORS[0]:g} decode steps; {self.num_given_up} without a limit because prompts would have waited"
+            f"{_FACTORS[0]:g} decode steps; {self.num_given_up} without a limit because prompts would have waited too "
+            "long"
         )
 
     def note_decode_step(self, seconds: float) -> None:

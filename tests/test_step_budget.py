@@ -27,11 +27,6 @@ LLAMA_8B = device(6.9, 150, 42.0)
 QWEN3_0_6B = device(0.85, 100, 273.0)
 
 
-def two_passes(num_tokens: int) -> float:
-    """Compute decodes and prompts one after the other."""
-    return 20e-3 + max(num_tokens - 40, 0) * 0.1e-3 if num_tokens else 10e-3
-
-
 def host_bound(num_tokens: int) -> float:
     return 3e-3 if num_tokens else 0.85e-3
 

@@ -19,7 +19,7 @@ from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic
 from benchmarks.reports import serving
 from benchmarks.reports.engines import HOST, ROSE_HOSTS, STOCK
 from benchmarks.reports.serving import (
-    BUDGET_OFF,
+    BUDGET_AUTO,
     CAPACITY,
     FIXED,
     OUTPUTS_APART,
@@ -364,7 +364,7 @@ class Streams(Workload):
         add("--prompt-tokens", type=at_least(1), default=prompt_len, metavar="N", help=DEFAULT)
         text = f"from a prompt to the next, with poisson on average {DEFAULT}"
         add("--interval", type=above_zero, default=interval, metavar="SECONDS", help=text)
-        add("--compare-step-budget", action="store_true", help="Rose with step_budget off, too")
+        add("--compare-step-budget", action="store_true", help="Rose with a step budget (auto), too")
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -387,7 +387,7 @@ class Streams(Workload):
     @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
         hosts = [host for host in ROSE_HOSTS if host in options.backends and options.compare_step_budget]
-        return Workload.sides(options) | {BUDGET_OFF[host]: (host, [STEP_BUDGET]) for host in hosts}
+        return Workload.sides(options) | {BUDGET_AUTO[host]: (host, [STEP_BUDGET]) for host in hosts}
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)

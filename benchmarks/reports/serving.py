@@ -42,13 +42,13 @@ GAPS = {
     "output_throughput": "output tokens/s",
 }
 """Figures of streams and of the prompts that arrive meanwhile; output tokens are those of both."""
-BUDGET_OFF = {host: f"{host}, step_budget off" for host in ROSE_HOSTS}
+BUDGET_AUTO = {host: f"{host}, step_budget auto" for host in ROSE_HOSTS}
 """Names of the engines that tell what ``step_budget`` is worth."""
 _STREAMED = {
     "rose": LABELS["rose"],
-    BUDGET_OFF["rose"]: "the same, `step_budget` off",
+    BUDGET_AUTO["rose"]: "the same, `step_budget` auto",
     HOST: LABELS[HOST],
-    BUDGET_OFF[HOST]: "the same, `step_budget` off",
+    BUDGET_AUTO[HOST]: "the same, `step_budget` auto",
     STOCK: LABELS[STOCK],
 }
 MAX_GAP_TAIL = {FIXED: 1.8}
@@ -288,13 +288,14 @@ def streams_bars(rows: Iterable[Row]) -> list[Row]:
     found = []
     for arrivals, of_arrivals in text.grouped(rows, "arrivals").items():
         sides = {row["backend"]: row for row in of_arrivals}
-        for host in filter(sides.get, ROSE_HOSTS):
-            name = f"{arrivals} arrivals, {LABELS[host]}"
+        named = {side: LABELS[host] for host in ROSE_HOSTS for side in (host, BUDGET_AUTO[host])}
+        for side in filter(sides.get, named):
+            name = f"{arrivals} arrivals, {named[side]}" + ", step budget" * (side not in ROSE_HOSTS)
             if arrivals in MAX_GAP_TAIL:
-                tail, limit = sides[host]["gap_tail"], MAX_GAP_TAIL[arrivals]
+                tail, limit = sides[side]["gap_tail"], MAX_GAP_TAIL[arrivals]
                 found.append(bar(f"{name}: gaps, p99 over their median", tail, limit, "x"))
             for figure, limit in MAX_TTFT_TIMES[arrivals].items() if STOCK in sides else ():
-                times = sides[host][figure] / sides[STOCK][figure]
+                times = sides[side][figure] / sides[STOCK][figure]
                 found.append(bar(f"{name}: {GAPS[figure]} over vLLM's", times, limit, "x"))
     return found
 

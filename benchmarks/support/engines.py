@@ -26,7 +26,7 @@ MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sgla
 """Backend -> the package without which it counts as not installed."""
 BLOCK_SIZE = 16
 STEP_BUDGET = "step_budget"
-"""The limit of a step's time while prompts arrive; an option of Rose that is "off", and not False."""
+"""The limit of a step's time while prompts arrive: an option of Rose that is off by default, and "auto" of a side."""
 STEP_MS = "ROSE_BENCHMARK_STEP_MS"
 """Variable of the environment that tells ``host_only_server`` how long a step takes."""
 
@@ -46,7 +46,8 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches; ``run_ahead``, ``step_budget``, and inside vLLM ``mixed_graphs``, are among them here."""
+    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here, and so is ``step_budget``,
+    which is switched on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 
@@ -70,8 +71,8 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
     chosen: dict[str, Any] = dict.fromkeys(options.switches_off, False)
     if "run_ahead" in chosen:
         chosen["run_ahead"] = 0
-    # What a side leaves out stays so, whatever else is asked for.
-    budget = {"step_budget_ms": "off"} if chosen.pop(STEP_BUDGET, True) is False else {}
+    # What makes a side stays so, whatever else is asked for.
+    budget = {"step_budget_ms": "auto"} if chosen.pop(STEP_BUDGET, True) is False else {}
     if options.kv_cache_tokens:
         chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
     return {
@@ -96,10 +97,10 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
     switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
     extra = dict(options.extra)
     if switches:
-        off = {name: "off" if name == STEP_BUDGET else False for name in switches}
+        changed = {name: "auto" if name == STEP_BUDGET else False for name in switches}
         # Here, too.
         given = extra.pop("additional_config", {})
-        chosen["additional_config"] = {**given, "rose": {**given.get("rose", {}), **off}}
+        chosen["additional_config"] = {**given, "rose": {**given.get("rose", {}), **changed}}
     if "run_ahead" in options.switches_off:
         chosen["async_scheduling"] = False
     if "mixed_graphs" in options.switches_off:

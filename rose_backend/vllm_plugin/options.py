@@ -191,7 +191,7 @@ def why_steps_have_no_budget(vllm_config: VllmConfig) -> str | None:
 
 
 def replays_steps(vllm_config: VllmConfig) -> bool:
-    """Whether steps that only decode may be replayed whole."""
+    """Whether steps may be replayed whole."""
     return rose_options(vllm_config).step_graph and why_steps_are_not_replayed(vllm_config) is None
 
 

@@ -132,29 +132,29 @@ LEDGER: dict[str, Patch] = {
     },
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
-        reason="what surrounds vLLM's decode graphs is captured right after them, in their memory pool, whose size is "
+        reason="what surrounds vLLM's graphs is captured right after them, in their memory pool, whose size is "
         "estimated from graphs of all sizes",
-        remove_when="vLLM captures whole decode steps",
+        remove_when="vLLM captures whole steps",
         build=f"{_PLUGIN}.step_graph:wrap_capture_model",
     ),
     "step_graph_execution": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
-        reason="steps that only decode are replayed whole instead of launched one operation at a time",
-        remove_when="vLLM replays whole decode steps",
+        reason="steps are replayed whole instead of launched one operation at a time",
+        remove_when="vLLM replays whole steps",
         build=f"{_PLUGIN}.step_graph:wrap_execute_model",
     ),
     "step_graph_sampling": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        reason="a step that was replayed whole has its tokens already; in other decode steps the product with the head "
+        reason="a step that was replayed whole has its tokens already; in other steps the product with the head "
         "gets as many rows as in a replay, so that both round alike",
-        remove_when="vLLM replays whole decode steps",
+        remove_when="vLLM replays whole steps",
         build=f"{_PLUGIN}.step_graph:wrap_sample_tokens",
     ),
     "step_graph_logprobs": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
         reason="log-probabilities of steps that are replayed whole and of vLLM's own must be equal to the bit; vLLM's "
         "kernel takes a program per row, and torch.topk breaks ties in any way",
-        remove_when="vLLM replays whole decode steps with log-probabilities",
+        remove_when="vLLM replays whole steps with log-probabilities",
         build=f"{_PLUGIN}.captured_processors:wrap_compute_topk_scores",
     ),
     "merged_outputs": Patch(

@@ -163,7 +163,7 @@ def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
 
 
 def has_prompts(output: SchedulerOutput) -> bool:
-    """Whether a step has more than one token for each of some running requests.
+    """Whether a step has anything besides one token for each running request: new requests, chunks, block copies.
 
     A prompt of which one token is left looks like a decode.
     """
@@ -201,7 +201,7 @@ class OutputBuffers:
         ]
         self._num_steps = 0
 
-    def copy(self, batch: ArmedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> SteadyOutput:
+    def copy(self, batch: ArmedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> ReplayedOutput:
         """Start to copy the tokens of one step, [R] int64, after what has been launched so far, and its record.
 
         The copies are on the stream of the steps: the next one overwrites ``tokens`` only after them.
@@ -214,10 +214,10 @@ class OutputBuffers:
             record_on_cpu[:num_rows].copy_(record[:num_rows], non_blocking=True)
         if event is not None:
             event.record()
-        return SteadyOutput(self, step, batch)
+        return ReplayedOutput(self, step, batch)
 
     def read(self, step: int, batch: ArmedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
-        """Wait for a step, counted from 0; return a list for each row, with its token, and a copy of what it reports.
+        """Wait for a step, counted from 0; return each row's list, of a token or none, and a copy of what it reports.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
@@ -227,7 +227,7 @@ class OutputBuffers:
         if event is not None:
             event.synchronize()
         tokens: list[list[int]] = on_cpu[:num_rows].tolist()
-        for row in batch.undue_rows:
+        for row in batch.rows_without_token:
             tokens[row] = []
         # A later step writes to this memory, perhaps before the front end has been told.
         record = None if batch.num_logprobs is None else record_on_cpu[:num_rows].numpy().copy()
@@ -239,8 +239,8 @@ class OutputBuffers:
         return tokens, record
 
 
-class SteadyOutput(AsyncModelRunnerOutput):
-    """What a replayed step returns to vLLM: one token per request, and log-probabilities if any request wants them.
+class ReplayedOutput(AsyncModelRunnerOutput):
+    """What a replayed step returns to vLLM: a token of each request whose prompt is complete, and log-probabilities.
 
     Args:
         buffers: that hold the tokens.
@@ -277,7 +277,7 @@ class ArmedBatch:
 
     request_ids: list[str]
     end: str
-    """Of steps without structured output, and of all mixed steps."""
+    """The kind that samples it; a batch of decodes with grammars takes ``processed`` instead."""
     draws: bool
     """Whether some request is not greedy."""
     num_logprobs: int | None
@@ -287,8 +287,8 @@ class ArmedBatch:
     slots: dict[str, int]
     index_of: dict[str, int]
     num_rows_of_end: int
-    undue_rows: tuple[int, ...] = ()
-    """Get no token in this step: parts of prompts that are not their last ones."""
+    rows_without_token: tuple[int, ...] = ()
+    """Rows whose prompt is not complete after this step."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ class StepGraphs:
         self._armed: ArmedBatch | None = None
         # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
         self._waiting: ArmedBatch | None = None
-        self._pending: SteadyOutput | None = None
+        self._pending: ReplayedOutput | None = None
         self._padded_rows = 0
         self._padded_last_rows = 0
         self._names_of_weights = [name for name, _ in runner.model.lm_head.named_parameters(recurse=False)]
@@ -366,7 +366,7 @@ class StepGraphs:
         runner.model.compute_logits = self._compute_padded_logits
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture prologue and ends of each of vLLM's decode graphs, which were captured on ``stream``."""
+        """Capture prologue and ends of vLLM's decode graphs, captured on ``stream``, and the ends of mixed steps."""
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
@@ -503,8 +503,9 @@ class StepGraphs:
             return reason
         step = self._describe(output)
         num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
-        most = None if any(step.is_prompt) else step.counts[-1]
-        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, 0, most)
+        # As vLLM's: not told where a row computes part of a prompt.
+        max_query_len = None if any(step.is_prompt) else step.counts[-1]
+        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, 0, max_query_len)
         size = size_for(self._mixed_sizes, len(step.counts))
         if size is None:
             return "more requests than full graphs of decodes take"
@@ -516,7 +517,8 @@ class StepGraphs:
         slots = {request_id: slot_of[request_id] for request_id in step.request_ids}
         self._upload_rows(list(slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
-        self._begin_mixed(num_rows, desc.num_tokens, step.counts[-1])
+        # The end may have more rows than the graph.
+        self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
         self._run_graph_of_layers(desc, num_rows)
         slot_array = np.fromiter(slots.values(), np.int64, len(slots))
         logprobs = self._sampler.get_logprobs_dims(slot_array)
@@ -529,7 +531,7 @@ class StepGraphs:
             slots=slots,
             index_of={request_id: index for index, request_id in enumerate(step.request_ids)},
             num_rows_of_end=size,
-            undue_rows=tuple(row for row, is_due in enumerate(step.is_due) if not is_due),
+            rows_without_token=tuple(row for row, is_due in enumerate(step.is_due) if not is_due),
         )
 
     def _describe(self, output: SchedulerOutput) -> MixedStep:
@@ -630,7 +632,7 @@ class StepGraphs:
         }
         return first_reason(reasons)
 
-    def take_output(self, grammar_output: Any) -> SteadyOutput | None:
+    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
         """Return the output of the step that was launched last; None if that step was vLLM's.
 
         Args:
@@ -650,14 +652,13 @@ class StepGraphs:
 
     def note_vllm_step(self) -> None:
         """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
-        self._padded_rows = 0
+        self._padded_rows = self._padded_last_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
             return
         batch, hidden = state.input_batch, state.hidden_states
         is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
         is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
-        self._padded_last_rows = 0
         if is_replayed and is_decode and len(hidden) == self._desc_of[batch.num_reqs].num_tokens:
             self._padded_rows = batch.num_reqs
         elif self._mixed_sizes and batch.num_reqs <= self._mixed_sizes[-1]:

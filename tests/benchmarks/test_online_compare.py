@@ -25,7 +25,7 @@ from benchmarks.online.http_client import Replay, note_answer, replay
 from benchmarks.online.servers import parse_counts, server_command, server_counts
 from benchmarks.online.timeline import Timeline
 from benchmarks.reports import figures, serving
-from benchmarks.reports.serving import BUDGET_OFF, COMPARED, GAPS, OUTPUTS_APART, compare, poisson_bars
+from benchmarks.reports.serving import BUDGET_AUTO, COMPARED, GAPS, OUTPUTS_APART, compare, poisson_bars
 from benchmarks.support import worker_pool
 from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.cli import QUICK_MODEL
@@ -204,7 +204,7 @@ def test_the_kv_cache_holds_all_streams_and_a_few_prompts() -> None:
         workloads.Streams(options, FACTS)
 
 
-def test_rose_runs_without_its_step_budget_beside_itself() -> None:
+def test_rose_runs_with_a_step_budget_beside_itself() -> None:
     arguments = ["streams", "--backends", *workloads.Streams.backends, "--compare-step-budget"]
     options = online_compare.parse_options(
         [*arguments, "--engine-options", 'rose-in-vllm={"additional_config": {"rose": {"step_budget": 12}}}']
@@ -213,11 +213,11 @@ def test_rose_runs_without_its_step_budget_beside_itself() -> None:
     for name, (backend, off) in workloads.Streams.sides(options).items():
         side = engine_options(options, backend, "model", FACTS, off)
         made[name] = rose_options(side) if backend == "rose" else vllm_options(side)
-    inside, standalone = BUDGET_OFF["rose-in-vllm"], BUDGET_OFF["rose"]
+    inside, standalone = BUDGET_AUTO["rose-in-vllm"], BUDGET_AUTO["rose"]
     assert list(made) == [*workloads.Streams.backends, standalone, inside]
     assert made["rose-in-vllm"]["additional_config"] == {"rose": {"step_budget": 12}}
-    assert made[inside] == made["rose-in-vllm"] | {"additional_config": {"rose": {"step_budget": "off"}}}
-    assert made[standalone] == made["rose"] | {"step_budget_ms": "off"}
+    assert made[inside] == made["rose-in-vllm"] | {"additional_config": {"rose": {"step_budget": "auto"}}}
+    assert made[standalone] == made["rose"] | {"step_budget_ms": "auto"}
     assert "additional_config" not in made["vllm"]
     assert list(workloads.Streams.sides(online_compare.parse_options(arguments[:5]))) == arguments[2:5]
 
@@ -226,7 +226,7 @@ def test_the_table_of_streams_has_ratios_and_losses() -> None:
     options = online_compare.parse_options(["streams"])
     figures = dict.fromkeys(GAPS, 20.0) | {"tokens_per_piece": 1.25, "client_busy": 0.5, "turns": [{}] * 3}
     sides = {"vllm": {}, "rose-in-vllm": {"p99_gap_ms": 30.0, "output_throughput": 19.0}}
-    sides[BUDGET_OFF["rose-in-vllm"]] = {"gap_tail": 7.5}
+    sides[BUDGET_AUTO["rose-in-vllm"]] = {"gap_tail": 7.5}
     result = {
         "rows": [{"arrivals": "fixed", "backend": side, **figures, **of} for side, of in sides.items()],
         "settings": {
@@ -239,10 +239,10 @@ def test_the_table_of_streams_has_ratios_and_losses() -> None:
     lines = serving.streams_table(result).splitlines()
     assert [line.split(" | ")[1] for line in lines[2 : lines.index("")]] == [
         "Rose in vLLM",
-        "the same, `step_budget` off",
+        "the same, `step_budget` auto",
         "vLLM",
         "Rose in vLLM / vLLM",
-        "rose-in-vllm, step_budget off / vLLM",
+        "rose-in-vllm, step_budget auto / vLLM",
     ]
     assert lines[5].split(" | ")[2:] == ["1.00x", "1.00x", "1.50x", *["1.00x"] * 4, "0.95x |"]
     text = "\n".join(lines)

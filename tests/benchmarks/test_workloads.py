@@ -341,7 +341,7 @@ def test_goals_of_streams() -> None:
     rows = [
         side("fixed", "rose", 1.8, 115.0, 231.0),
         side("fixed", "rose-in-vllm", 1.81, 116.0, 230.0),
-        side("fixed", "rose-in-vllm, step_budget off", 9.0, 900.0, 900.0),
+        side("fixed", "rose-in-vllm, step_budget auto", 9.0, 115.0, 900.0),
         side("fixed", "vllm", 9.0, 100.0, 200.0),
         side("poisson", "rose-in-vllm", 9.0, 900.0, 280.0),
         side("poisson", "vllm", 9.0, 100.0, 200.0),
@@ -354,6 +354,9 @@ def test_goals_of_streams() -> None:
         "fixed arrivals, Rose in vLLM: gaps, p99 over their median": False,
         "fixed arrivals, Rose in vLLM: TTFT p50 over vLLM's": False,
         "fixed arrivals, Rose in vLLM: TTFT p99 over vLLM's": True,
+        "fixed arrivals, Rose in vLLM, step budget: gaps, p99 over their median": False,
+        "fixed arrivals, Rose in vLLM, step budget: TTFT p50 over vLLM's": True,
+        "fixed arrivals, Rose in vLLM, step budget: TTFT p99 over vLLM's": False,
         "poisson arrivals, Rose in vLLM: TTFT p99 over vLLM's": True,
     }
     assert [goal["name"] for goal in streams_bars(rows[1:2])] == list(bars)[3:4]

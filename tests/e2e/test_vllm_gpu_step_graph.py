@@ -211,14 +211,15 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     dtype: str,
 ) -> None:
     num_mixed = 0
-    begin_mixed = StepGraphs._begin_mixed
+    run_mixed_layers = StepGraphs._run_mixed_layers
 
-    def counted(self: StepGraphs, num_rows: int, num_tokens: int, max_query_len: int) -> None:
+    def counted(self: StepGraphs, output: Any) -> Any:
         nonlocal num_mixed
-        num_mixed += num_rows > 0
-        begin_mixed(self, num_rows, num_tokens, max_query_len)
+        batch = run_mixed_layers(self, output)
+        num_mixed += not isinstance(batch, str)
+        return batch
 
-    monkeypatch.setattr(StepGraphs, "_begin_mixed", counted)
+    monkeypatch.setattr(StepGraphs, "_run_mixed_layers", counted)
     prompts = parity_prompts(VOCAB_SIZE)[:60]
     params = params_of_every_kind(len(prompts))
     answers: list[Any] = []

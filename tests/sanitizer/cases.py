@@ -11,8 +11,13 @@ import torch
 from rose_backend import kernels
 from rose_backend.kernels import embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors, row_moments
-from rose_backend.kernels.decode_step.ops import advance_rows, end_steady_decode, write_block_ids
-from tests.support.decode_steps import make_case, random_writes
+from rose_backend.kernels.decode_step.ops import (
+    advance_rows,
+    begin_mixed_step,
+    end_steady_decode,
+    write_block_ids,
+)
+from tests.support.decode_steps import NUM_SLOTS, make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 from tests.support.sampling_cases import make_params, random_case
@@ -251,6 +256,27 @@ def step_ends(device: str) -> list[torch.Tensor]:
     ]
 
 
+def mixed_step(*block_sizes: int) -> Case:
+    """Both ends of a step with prompts, with rows and tokens of padding."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        case = make_mixed_case([1, 1, 2, 150], 7, 200, block_sizes=block_sizes, device=device)
+        begin_mixed_step(
+            case.rows,
+            case.state,
+            case.inputs,
+            case.groups,
+            case.computed_tokens,
+            num_tokens=case.num_tokens,
+            max_query_len=150,
+            padding_slot=NUM_SLOTS,
+        )
+        end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+        return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
+
+    return run
+
+
 def steady_decode(*block_sizes: int) -> Case:
     """Both ends of a decode step over slots, with rows that have no request, and block ids written in front."""
 
@@ -310,6 +336,8 @@ CASES: dict[str, Case] = {
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,
     "ends of a step": step_ends,
+    "mixed step": mixed_step(16),
+    "mixed step, groups": mixed_step(16, 48, 16),
     "steady decode": steady_decode(16),
     "steady decode, groups": steady_decode(16, 48, 16),
 }

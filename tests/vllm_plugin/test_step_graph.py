@@ -1,4 +1,4 @@
-"""Steady steps: which engines have them, which steps are replayed, and what is left behind, as by vLLM's kernels."""
+"""Replayed steps: which engines have them, which steps are replayed, and what is left behind, as by vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -237,6 +237,8 @@ class Processors:
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
     ) -> None:
         assert len(logits) == len(slots) == len(positions) == len(ids)
+        real = slots[slots != MAX_REQS].tolist()
+        assert len(set(real)) == len(real), "rows of padding have the slot of a request"
         for row, slot in enumerate(slots.tolist()):
             logits[row] = logits[row].roll(self.shifts[slot])
 

@@ -1,1 +1,1 @@
-"""Inputs of a decode step from the state of its requests, and that state after the step."""
+"""Inputs of a step from the state of its requests, and that state after the step."""

@@ -148,7 +148,10 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         return self._computed_tokens[0]
 
     def take_computed_tokens(self) -> torch.Tensor:
-        """Return what graphs of mixed steps read them from, [2, MR] int32, to be written: of decodes, of prefills."""
+        """Return the computed tokens that graphs of mixed steps read, [2, MR] int32, of decodes and of prefills.
+
+        The caller writes them.
+        """
         self._has_prefills = True
         return self._computed_tokens
 

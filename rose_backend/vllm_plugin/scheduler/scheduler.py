@@ -249,7 +249,7 @@ class BatchedScheduling(Scheduler):
             output = super().schedule()
         finally:
             self._ahead_of_rest = None
-            # Other values are not split.
+            # As it was: with another threshold steps are not split.
             self.scheduler_config.long_prefill_token_threshold = 0
             self.running = batch.running + self.running
             self.max_num_scheduled_tokens += num_tokens
@@ -300,7 +300,7 @@ class BatchedScheduling(Scheduler):
         self._is_limit_too_small = limit is not None and not num_prompt_tokens
         if num_prompt_tokens:
             budget.count_step()
-            if budget.num_limited and self._budget_log.is_over():
+            if (budget.num_limited or budget.num_given_up) and self._budget_log.is_over():
                 logger.info("Rose step budget, steps with prompts since start-up: %s", budget)
         for new in output.scheduled_new_reqs:
             budget.note_prompt(self.requests[new.req_id].num_prompt_tokens, new.num_computed_tokens)

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
 SIZES = (1, 2, 4, 8)
-MIXED_SIZES = (4, 16, 32, 48)
+MIXED_SIZES = (4, 6, 16, 32, 48)
 """Tokens of graphs of steps with prompts."""
 GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
     "one group": ((BLOCK_SIZE, None, 1),),
