@@ -222,9 +222,10 @@ _NUM_GAPS, _GAPS_PER_MEDIAN = 64, 16
 """Plain decode steps that the median is of, and after how many it is computed anew."""
 _NEW_SHARE, _NEW_SHARE_OF_CACHED = 1 / 4, 1 / 8
 """Weight of a new rate, and of what a new prompt had left to compute, in the average of all before it."""
+_MIN_SECONDS = 1e-6
 _NUM_OVERHEADS = 5
 """Small steps that the median of the overhead is of."""
-_KEPT_OVERHEAD = 1 - 1 / 256
+_KEPT_OVERHEAD = 1 - 1 / 128
 """After a step long enough to tell the rate, until the next small one: where small steps cost too much, none is
 tried for a while."""
 
@@ -294,7 +295,7 @@ class StepBudget:
         if not self._num_steps % _GAPS_PER_MEDIAN:
             self._note_median()
         # It takes no less than its decodes alone. It seems to where the step before was read late.
-        seconds = max(seconds, self._decode_s)
+        seconds = max(seconds, self._decode_s, _MIN_SECONDS)
         if not self._rate:
             self._rate, self._largest = num_prompt_tokens / seconds, num_prompt_tokens
             return
@@ -303,18 +304,20 @@ class StepBudget:
         if 2 * num_prompt_tokens >= self._largest or rate > self._rate:
             self._rate += (min(rate, 2 * self._rate) - self._rate) * _NEW_SHARE
             self._overhead_s *= _KEPT_OVERHEAD
+            self._overheads.clear()
         elif 2 * num_prompt_tokens >= self._limit:
             # The end of a prompt is smaller than its budget; it takes the time of the decodes and tells nothing.
-            self._overheads.append(max(seconds - num_prompt_tokens / self._rate, 0.0))
+            overhead_s = max(seconds - num_prompt_tokens / self._rate, 0.0)
+            # More leaves no room for prompts in any budget, whether a little or much more.
+            self._overheads.append(min(overhead_s, max(_FACTORS[-1] * self._decode_s, self._seconds or 0.0)))
             # A pause of the process is one of several.
             self._overhead_s = sorted(self._overheads)[len(self._overheads) // 2]
 
     def note_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
         """Note that a prompt of ``num_tokens`` has begun; the prefix cache has supplied ``num_cached_tokens``."""
         self._begins.append(self._num_steps)
-        self._share_computed += (
-            1 - num_cached_tokens / num_tokens - self._share_computed
-        ) * _NEW_SHARE_OF_CACHED
+        share = 1 - min(num_cached_tokens / max(num_tokens, 1), 1)
+        self._share_computed += (share - self._share_computed) * _NEW_SHARE_OF_CACHED
 
     def new_step_starts(self) -> bool:
         """Forget the limit of the step before.

@@ -268,3 +268,23 @@ def test_a_fixed_time_is_kept_whatever_waits() -> None:
 def test_a_fixed_time_below_a_decode_step_still_leaves_some_tokens() -> None:
     served = serve(LLAMA_8B, every(0.0, 10, 512), StepBudget(1e-3))
     assert served.limits[-1] == 32 and len(served.first_tokens) == 10
+
+
+def test_slow_steps_are_forgotten_when_they_are_over() -> None:
+    budget = StepBudget()
+    before = serve(LLAMA_8B, every(0.4, 60, 4096), budget).limits[-1]
+    for _ in range(3):
+        budget.note_mixed_step(288, 1.0)
+    limits = serve(LLAMA_8B, every(0.4, 150, 4096), budget).limits
+    assert before is not None and abs((limits[-1] or 0) - before) <= 32
+    # Meanwhile prompts were whole.
+    assert 0 < limits.count(None) < 140
+
+
+def test_a_resumed_request_whose_output_is_cached_computes_no_less_than_nothing() -> None:
+    budget = learned_budget()
+    limit = budget.max_prompt_tokens([], [4096] * 3)
+    for _ in range(20):
+        budget.note_prompt(100, 2000)
+    assert budget.max_prompt_tokens([4096], []) == learned_budget().max_prompt_tokens([4096], [])
+    assert limit is None or (budget.max_prompt_tokens([], [4096] * 3) or 0) <= limit

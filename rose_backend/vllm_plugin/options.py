@@ -172,7 +172,8 @@ def why_steps_are_not_split(vllm_config: VllmConfig) -> str | None:
         "max_num_scheduled_tokens": num_tokens > scheduler_config.max_num_batched_tokens,
         "priorities": scheduler_config.policy != "fcfs",
         "--watermark": scheduler_config.watermark != 0.0,
-        "--long-prefill-token-threshold": scheduler_config.long_prefill_token_threshold != 0,
+        "--long-prefill-token-threshold": scheduler_config.long_prefill_token_threshold != 0
+        or scheduler_config.long_prefill_token_threshold_adaptive,
         "LoRA": vllm_config.lora_config is not None,
     }
     return first_reason(reasons)

@@ -659,7 +659,13 @@ class StepGraphs:
         batch, hidden = state.input_batch, state.hidden_states
         is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
         is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
-        if is_replayed and is_decode and len(hidden) == self._desc_of[batch.num_reqs].num_tokens:
+        # Replayed, a prompt's last token alone ends like all steps with prompts.
+        if (
+            is_replayed
+            and is_decode
+            and not batch.has_prefill
+            and len(hidden) == self._desc_of[batch.num_reqs].num_tokens
+        ):
             self._padded_rows = batch.num_reqs
         elif self._mixed_sizes and batch.num_reqs <= self._mixed_sizes[-1]:
             self._padded_last_rows = batch.num_reqs

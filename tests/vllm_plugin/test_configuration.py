@@ -167,6 +167,11 @@ def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: Ma
             "step_budget",
             "no chunked prefill",
         ),
+        (
+            {"long_prefill_token_threshold_adaptive": True} | AUTO_BUDGET,
+            "step_budget",
+            "--long-prefill-token-threshold",
+        ),
         ({"disable_chunked_mm_input": True} | AUTO_BUDGET, "step_budget", "--disable-chunked-mm-input"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, "chunked_prefill", "off in vLLM"),
     ],

@@ -39,7 +39,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched import async_scheduler, utils
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
@@ -530,6 +530,10 @@ STEP_FIELDS: dict[Any, str] = {
         pending_structured_output_tokens num_invalid_spec_tokens kv_connector_metadata has_sync_kv_loads
         aux_output_connector_metadata ec_connector_metadata ec_manager_metadata new_block_ids_to_zero
         kv_cache_block_copies kv_connector_block_state num_spec_tokens_to_schedule num_common_prefix_blocks
+    """,
+    NewRequestData: """
+        req_id prompt_token_ids mm_features sampling_params pooling_params block_ids num_computed_tokens lora_request
+        prompt_embeds prompt_is_token_ids prefill_token_ids replay_start
     """,
     CachedRequestData: """
         req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens num_output_tokens

@@ -377,16 +377,21 @@ def test_vllms_own_steps_with_prompts_multiply_as_many_rows() -> None:
     runner = SamplingRunner()
     steps = StepGraphs(runner)
     hidden = torch.arange(3, dtype=torch.float64)[:, None]
-    batch = SimpleNamespace(num_tokens=20, num_reqs=3)
-    runner.execute_model_state = SimpleNamespace(
-        input_batch=batch, hidden_states=runner.cudagraph_manager.hidden_states[:32]
-    )
+    # Of prompts, and with the last token of a prompt beside decodes.
+    for num_tokens, num_rows in ((20, 32), (3, 4)):
+        batch = SimpleNamespace(num_tokens=num_tokens, num_reqs=3, has_prefill=True)
+        runner.execute_model_state = SimpleNamespace(
+            input_batch=batch, hidden_states=runner.cudagraph_manager.hidden_states[:num_rows]
+        )
+        steps.note_vllm_step()
+        runner.products.clear()
+        assert runner.model.compute_logits(hidden).argmax(-1).tolist() == [0, 1, 2]
+        # Once: prompts' log-probabilities multiply what they have.
+        assert len(runner.model.compute_logits(hidden)) == 3
+        assert runner.products == [4, 3]
+    runner.execute_model_state = None
     steps.note_vllm_step()
-    runner.products.clear()
-    assert runner.model.compute_logits(hidden).argmax(-1).tolist() == [0, 1, 2]
-    # Once: prompts' log-probabilities multiply what they have.
-    assert len(runner.model.compute_logits(hidden)) == 3
-    assert runner.products == [4, 3]
+    assert len(runner.model.compute_logits(hidden)) == 3 and runner.products[-1] == 3
 
 
 def grammar_of(allowed: dict[str, list[int]]) -> Any:
@@ -659,7 +664,7 @@ def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
     StepGraphs(runner)
     steps = StepGraphs(runner)
     hidden = runner.cudagraph_manager.hidden_states
-    batch = SimpleNamespace(num_tokens=3, num_reqs=3)
+    batch = SimpleNamespace(num_tokens=3, num_reqs=3, has_prefill=False)
     runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden[:4])
     steps.note_vllm_step()
     runner.products.clear()
@@ -667,7 +672,10 @@ def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
     # Once: prompts' log-probabilities and other steps multiply what they have.
     assert len(runner.model.compute_logits(hidden[:3])) == 3
     assert runner.products == [4, 3]
-    for other in (SimpleNamespace(num_tokens=5, num_reqs=3), SimpleNamespace(num_tokens=3, num_reqs=2)):
+    for other in (
+        SimpleNamespace(num_tokens=5, num_reqs=3, has_prefill=True),
+        SimpleNamespace(num_tokens=3, num_reqs=2, has_prefill=True),
+    ):
         runner.execute_model_state = SimpleNamespace(input_batch=other, hidden_states=hidden[:4])
         steps.note_vllm_step()
         runner.model.compute_logits(hidden[:2])

@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 from collections import deque
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -172,6 +172,7 @@ class BatchedScheduling(Scheduler):
 
     def _schedule_all(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
         """Schedule a step of the batch only."""
+        self._is_limit_too_small = False
         self.current_step += 1
         self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
         if len(self.prev_step_scheduled_req_ids) > len(batch.request_ids):
@@ -238,13 +239,14 @@ class BatchedScheduling(Scheduler):
         limit = self._max_prompt_tokens()
         if limit is not None:
             num_tokens = max(num_tokens, self.max_num_scheduled_tokens - limit - len(decode_ids))
-        # No prompt takes the tokens of decodes that come after it.
-        max_chunk = limit if decode_ids and limit is not None else 0
+        # No prompts take the tokens of decodes that come after them.
+        num_begun = len(self.running) - len(decode_ids)
+        max_chunk = max(limit // max(num_begun, 1), 1) if decode_ids and limit is not None else 0
+        data = batch.data_of_next_step(new_block_ids)
+        self._ahead_of_rest = batch, data
         self.scheduler_config.long_prefill_token_threshold = max_chunk
         self.max_num_scheduled_tokens -= num_tokens
         self.max_num_active_reqs -= num_requests
-        data = batch.data_of_next_step(new_block_ids)
-        self._ahead_of_rest = batch, data
         try:
             output = super().schedule()
         finally:
@@ -263,7 +265,9 @@ class BatchedScheduling(Scheduler):
         num_prompt_tokens = output.total_num_scheduled_tokens - sum(
             num_scheduled.get(id, 0) for id in decode_ids
         )
-        self._note_prompts(output, limit, num_prompt_tokens)
+        # A prompt that waits may wait for something else. Of one that has begun, parts may have to be computed whole.
+        self._is_limit_too_small = limit is not None and num_begun > 0 and not num_prompt_tokens
+        self._note_prompts(output, num_prompt_tokens)
         is_new_step = not output.total_num_scheduled_tokens
         _put_first(batch, data, output)
         self._advance(batch, is_new_step=is_new_step)
@@ -272,7 +276,7 @@ class BatchedScheduling(Scheduler):
     def _max_prompt_tokens(self) -> int | None:
         """Return how many prompt tokens the step may have beside its decodes, ``running`` without the batch; or None.
 
-        None, no limit, also follows a limit that no prompt could use: parts of it may have to be computed whole.
+        None, no limit, also follows a limit that no prompt that has begun could use.
         """
         budget = self._step_budget
         if budget is None or not budget.new_step_starts() or self._is_limit_too_small:
@@ -282,28 +286,28 @@ class BatchedScheduling(Scheduler):
             for request in self.running
             if request.is_prefill_chunk
         ]
-        waiting = [request.num_tokens for request in islice(self.waiting, MAX_WAITING_LOOKED_AT + 1)]
+        # Those that hold blocks already have been computed in part.
+        queue = islice(chain(self.kv_holding_waiting, self.waiting), MAX_WAITING_LOOKED_AT + 1)
+        waiting = [request.num_tokens - request.num_computed_tokens for request in queue]
         if not begun and not waiting:
             return None
         return budget.max_prompt_tokens(begun, waiting)
 
-    def _note_prompts(self, output: SchedulerOutput, limit: int | None, num_prompt_tokens: int) -> None:
-        """Note which prompts begin in a step, before the batch is put first, and whether it let any of them through.
+    def _note_prompts(self, output: SchedulerOutput, num_prompt_tokens: int) -> None:
+        """Note which prompts begin in a step, before the batch is put first.
 
         Args:
-            limit: of its prompt tokens.
             num_prompt_tokens: that it computes.
         """
         budget = self._step_budget
         if budget is None:
             return
-        self._is_limit_too_small = limit is not None and not num_prompt_tokens
         if num_prompt_tokens:
             budget.count_step()
             if (budget.num_limited or budget.num_given_up) and self._budget_log.is_over():
                 logger.info("Rose step budget, steps with prompts since start-up: %s", budget)
         for new in output.scheduled_new_reqs:
-            budget.note_prompt(self.requests[new.req_id].num_prompt_tokens, new.num_computed_tokens)
+            budget.note_prompt(self.requests[new.req_id].num_tokens, new.num_computed_tokens)
 
     def _note_time(self, scheduled_s: float, num_prompt_tokens: int | None) -> None:
         """Note the time of a step whose outputs have arrived, from those of the step before or its own start.
