@@ -382,7 +382,8 @@ def begin_mixed_step(
     Args:
         sizes: ``num_tokens`` and ``max_query_len``.
     """
-    num_rows, (num_tokens, max_query_len) = len(rows.slots), sizes
+    num_rows = len(rows.slots)
+    num_tokens, max_query_len = sizes
     # With one more program for tokens of no row.
     grid = (num_rows + 1, max(triton.cdiv(max_query_len, _TOKENS_TILE), 1), len(groups.groups))
     _begin_mixed_kernel[grid](
