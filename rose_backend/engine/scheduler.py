@@ -249,7 +249,7 @@ class Scheduler:
     goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
-    together also end together, so fewer steps are part-filled. Otherwise steps with decodes have a budget of time.
+    together also end together, so fewer steps are part-filled. Otherwise steps with decodes may have a budget of time.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).

@@ -13,7 +13,6 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import DecodeGroups
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
-    begin_mixed_step,
     begin_steady_decode,
     end_steady_decode,
     write_block_ids,
@@ -77,16 +76,7 @@ def test_both_ends_of_a_step(implementation: Implementation, block_sizes: Sequen
 
 
 def begin_mixed(case: MixedCase) -> None:
-    begin_mixed_step(
-        case.rows,
-        case.state,
-        case.inputs,
-        groups_here(case),
-        case.computed_tokens,
-        num_tokens=case.num_tokens,
-        max_query_len=max([1, *case.rows.query_start_loc.diff().tolist()]),
-        padding_slot=NUM_SLOTS,
-    )
+    replace(case, groups=groups_here(case)).begin()
 
 
 def end_mixed(case: MixedCase) -> None:

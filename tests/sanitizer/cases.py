@@ -13,11 +13,10 @@ from rose_backend.kernels import embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors, row_moments
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
-    begin_mixed_step,
     end_steady_decode,
     write_block_ids,
 )
-from tests.support.decode_steps import NUM_SLOTS, make_case, make_mixed_case, random_writes
+from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 from tests.support.sampling_cases import make_params, random_case
@@ -261,16 +260,7 @@ def mixed_step(*block_sizes: int) -> Case:
 
     def run(device: str) -> list[torch.Tensor]:
         case = make_mixed_case([1, 1, 2, 150], 7, 200, block_sizes=block_sizes, device=device)
-        begin_mixed_step(
-            case.rows,
-            case.state,
-            case.inputs,
-            case.groups,
-            case.computed_tokens,
-            num_tokens=case.num_tokens,
-            max_query_len=150,
-            padding_slot=NUM_SLOTS,
-        )
+        case.begin()
         end_steady_decode(case.slots, case.tokens, case.state, case.rows)
         return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
 

@@ -15,7 +15,7 @@ from rose_backend.kernels.arguments import (
     DecodeState,
     MixedRows,
 )
-from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_steady_decode
+from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_mixed_step, begin_steady_decode
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
 POISON = 77
@@ -45,10 +45,9 @@ class Case:
 
     def copy(self) -> Self:
         """Return the case with copies of all that a step writes."""
-        copies: dict[str, Any] = {"state": _copy(self.state), "inputs": _copy(self.inputs)}
-        if isinstance(self, MixedCase):
-            copies["computed_tokens"] = self.computed_tokens.clone()
-        return replace(self, **copies, groups=copy_of_groups(self.groups))
+        return replace(
+            self, state=_copy(self.state), inputs=_copy(self.inputs), groups=copy_of_groups(self.groups)
+        )
 
     def tensors(self) -> dict[str, Any]:
         """All that a step reads and writes, by name."""
@@ -223,6 +222,23 @@ class MixedCase(Case):
     rows: MixedRows
     computed_tokens: torch.Tensor
     num_tokens: int
+
+    def begin(self) -> None:
+        """Write the step's inputs."""
+        begin_mixed_step(
+            self.rows,
+            self.state,
+            self.inputs,
+            self.groups,
+            self.computed_tokens,
+            num_tokens=self.num_tokens,
+            max_query_len=max([1, *self.rows.query_start_loc.diff().tolist()]),
+            padding_slot=NUM_SLOTS,
+        )
+
+    def copy(self) -> Self:
+        """Return the case with copies of all that a step writes."""
+        return replace(super().copy(), computed_tokens=self.computed_tokens.clone())
 
 
 def make_mixed_case(

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.decode_step.ops import begin_mixed_step, end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
 from rose_backend.vllm_plugin import step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -41,7 +41,7 @@ from rose_backend.vllm_plugin.step_graph import (
     why_engine_is_not_steady,
     why_step_is_not_replayed,
 )
-from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, make_case, make_mixed_case
+from tests.support.decode_steps import BLOCK_SIZES, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
 from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
@@ -826,16 +826,7 @@ def test_a_step_with_prompts_leaves_what_vllms_leaves(
     num_requests, num_rows, num_tokens = len(counts), len(counts) + 2, sum(counts) + 5
     case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes)
     theirs = case.copy()
-    begin_mixed_step(
-        case.rows,
-        case.state,
-        case.inputs,
-        case.groups,
-        case.computed_tokens,
-        num_tokens=num_tokens,
-        max_query_len=max(counts),
-        padding_slot=NUM_SLOTS,
-    )
+    case.begin()
     run_interpreted(begin_as_vllm, theirs, num_requests)
     rows, tokens = slice(num_rows), slice(sum(counts))
     for name, part in (
