@@ -144,6 +144,41 @@ def test_what_cannot_be_cut_is_computed_in_the_next_step(
     assert all(clock.chunks(f"r{index}") == [64, 76] for index in range(3))
 
 
+def test_prompts_that_wait_for_something_else_do_not_lift_the_limit(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, _ = start(make_config, monkeypatch, 12)
+    scheduler, limits = simulation.scheduler, []
+    decide, allocate = scheduler._max_prompt_tokens, scheduler.kv_cache_manager.allocate_slots
+
+    def asking() -> int | None:
+        limits.append(decide())
+        return limits[-1]
+
+    def allocating(request: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if request.request_id == "waits" else allocate(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_max_prompt_tokens", asking)
+    monkeypatch.setattr(scheduler.kv_cache_manager, "allocate_slots", allocating)
+    simulation.add(lambda: make_request("waits", PROMPT, 1))
+    for _ in range(6):
+        simulation.checked_step()
+    assert len(limits) == 6 and None not in limits
+
+
+def test_requests_that_hold_blocks_while_they_wait_are_told(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, _ = start(make_config, monkeypatch, 12)
+    scheduler, asked = simulation.scheduler, []
+    monkeypatch.setattr(scheduler._step_budget, "max_prompt_tokens", lambda *told: asked.append(told))
+    held = make_request("held", PROMPT, 1)
+    held.num_computed_tokens = 100
+    monkeypatch.setattr(scheduler, "kv_holding_waiting", [held])
+    scheduler._max_prompt_tokens()
+    assert asked == [([], [40])]
+
+
 def test_what_begins_and_what_waits_is_told(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation, _ = start(make_config, monkeypatch, 12)
     budget, asked, noted = simulation.scheduler._step_budget, [], []

@@ -335,6 +335,20 @@ def test_prompts_are_computed_beside_decodes(
     assert counted == STEPS.vllm
 
 
+def test_an_end_with_more_rows_than_the_layers_graph_has_none_of_an_earlier_step() -> None:
+    runner = SamplingRunner()
+    steps, requests = StepGraphs(runner), Requests(runner)
+    for _ in range(MAX_REQS):
+        requests.add(3)
+    assert run(steps, requests.step()) == requests.expect()
+    for index in range(4):
+        requests.end(f"request {index}")
+    # Five rows with six tokens: the graph of the layers has six rows, the end eight. Processors look at all of these.
+    output = requests.mixed_step({requests.arrive(2, 0): 2})
+    assert steps.launch(output) and steps.take_output(None) is not None
+    assert requests.expect_mixed(output)
+
+
 def test_prompts_that_are_vllms_change_nothing() -> None:
     runner = SamplingRunner()
     steps, requests, states = StepGraphs(runner), Requests(runner), runner.req_states
