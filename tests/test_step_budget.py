@@ -283,8 +283,6 @@ def test_slow_steps_are_forgotten_when_they_are_over() -> None:
 
 def test_a_resumed_request_whose_output_is_cached_computes_no_less_than_nothing() -> None:
     budget = learned_budget()
-    limit = budget.max_prompt_tokens([], [4096] * 3)
     for _ in range(20):
         budget.note_prompt(100, 2000)
-    assert budget.max_prompt_tokens([4096], []) == learned_budget().max_prompt_tokens([4096], [])
-    assert limit is None or (budget.max_prompt_tokens([], [4096] * 3) or 0) <= limit
+    assert budget.max_prompt_tokens([], [4096] * 3) == learned_budget().max_prompt_tokens([100], [])

@@ -132,6 +132,28 @@ def test_decodes_behind_a_prompt_keep_their_token(
     assert scheduler.scheduler_config.long_prefill_token_threshold == 0
 
 
+def test_decodes_behind_several_prompts_keep_their_token(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, clock = start(make_config, monkeypatch, 13)
+    send(simulation, 6)
+    scheduler = simulation.scheduler
+    simulation.add(lambda: make_request("other", [2] * 4, 60))
+    simulation.checked_step()
+    for name, first in (("long", 3), ("longer", 4)):
+        simulation.add(lambda name=name, first=first: make_request(name, [first, *PROMPT], 4))
+        simulation.checked_step()
+        # Each begins as if it were alone.
+        running = {request.request_id: request for request in scheduler.running}
+        if name == "long":
+            scheduler.running = [running["stream"], running["other"]]
+            long = running["long"]
+    scheduler.running = [running["stream"], long, running["longer"], running["other"]]
+    simulation.checked_step()
+    num_decodes, prompts = clock.parts[-1]
+    assert num_decodes == 2 and prompts.keys() == {"long", "longer"} and sum(prompts.values()) <= 80
+
+
 def test_what_cannot_be_cut_is_computed_in_the_next_step(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
