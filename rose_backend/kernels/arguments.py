@@ -257,7 +257,7 @@ class LogprobReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeState:
+class StepState:
     """What is kept of requests between steps, by slot. Addresses stay: captured graphs hold them."""
 
     num_computed_tokens: torch.Tensor  # [MR] int32, of which K/V is in the cache
@@ -268,7 +268,7 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
+class StepInputs:
     """What a step reads, by row; tensors may have more rows than the step."""
 
     input_ids: torch.Tensor  # [T] int32
@@ -296,7 +296,7 @@ class MixedRows:
 
 
 @dataclass(frozen=True)
-class DecodeGroup:
+class StepGroup:
     """The blocks of requests in one KV cache group, by slot, and what its layers read in a step, by row."""
 
     state_table: torch.Tensor  # [MR, MB] int32, the block table of each slot
@@ -307,14 +307,14 @@ class DecodeGroup:
     """Tokens per block."""
 
 
-class DecodeGroups:
+class StepGroups:
     """All KV cache groups of a model, which a step's layers read. Addresses stay: captured graphs hold them.
 
     Args:
         groups: one or more. Widths of block tables and block sizes may differ.
     """
 
-    def __init__(self, *groups: DecodeGroup) -> None:
+    def __init__(self, *groups: StepGroup) -> None:
         self.groups = groups
         sizes = [group.state_table.numel() for group in groups]
         self.first_entries = [0, *itertools.accumulate(sizes[:-1])]
@@ -326,7 +326,7 @@ class DecodeGroups:
         ``slot_mapping`` and ``num_computed_tokens``, the block size, and its first entry. Strides in elements."""
 
 
-def _place_of(group: DecodeGroup) -> tuple[int, ...]:
+def _place_of(group: StepGroup) -> tuple[int, ...]:
     return (
         group.state_table.data_ptr(),
         group.state_table.stride(0),

@@ -40,18 +40,18 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.arguments import (
-    DecodeGroup,
-    DecodeGroups,
-    DecodeInputs,
-    DecodeState,
     MixedRows,
+    StepGroup,
+    StepGroups,
+    StepInputs,
+    StepState,
 )
 from rose_backend.kernels.captured_graphs import CapturedGraphs, FixedInputs, size_for
 from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
+    begin_decode_step,
     begin_mixed_step,
-    begin_steady_decode,
-    end_steady_decode,
+    end_step,
     write_block_ids,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -85,7 +85,7 @@ FIELDS_OF_OTHER_STEPS = tuple(
 """Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
 
 
-def why_engine_is_not_steady(runner: Any) -> str | None:
+def why_engine_is_not_replayed(runner: Any) -> str | None:
     """Return what in this engine a steady step leaves out; None if nothing.
 
     Args:
@@ -121,11 +121,13 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
         "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
     }
     return (
-        first_reason(reasons) or _why_sampler_is_not_steady(sampler) or _why_attention_is_not_steady(runner)
+        first_reason(reasons)
+        or _why_sampler_is_not_replayed(sampler)
+        or _why_attention_is_not_replayed(runner)
     )
 
 
-def _why_sampler_is_not_steady(sampler: Any) -> str | None:
+def _why_sampler_is_not_replayed(sampler: Any) -> str | None:
     reasons = {
         "custom logits processors": len(sampler.logits_processors) != NUM_LOGITS_PROCESSORS,
         "replayed traces": sampler.trace_replay_state is not None,
@@ -135,7 +137,7 @@ def _why_sampler_is_not_steady(sampler: Any) -> str | None:
     return first_reason(reasons)
 
 
-def _why_attention_is_not_steady(runner: Any) -> str | None:
+def _why_attention_is_not_replayed(runner: Any) -> str | None:
     groups = [group for of_kv_cache_group in runner.attn_groups for group in of_kv_cache_group]
     reasons = {
         # Each KV cache group has block tables, and layers that read them.
@@ -201,7 +203,7 @@ class OutputBuffers:
         ]
         self._num_steps = 0
 
-    def copy(self, batch: ArmedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> ReplayedOutput:
+    def copy(self, batch: ReplayedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> ReplayedOutput:
         """Start to copy the tokens of one step, [R] int64, after what has been launched so far, and its record.
 
         The copies are on the stream of the steps: the next one overwrites ``tokens`` only after them.
@@ -216,7 +218,7 @@ class OutputBuffers:
             event.record()
         return ReplayedOutput(self, step, batch)
 
-    def read(self, step: int, batch: ArmedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
+    def read(self, step: int, batch: ReplayedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
         """Wait for a step, counted from 0; return each row's list, of a token or none, and a copy of what it reports.
 
         Raises:
@@ -248,7 +250,7 @@ class ReplayedOutput(AsyncModelRunnerOutput):
         batch: of the step; its lists are shared between steps.
     """
 
-    def __init__(self, buffers: OutputBuffers, step: int, batch: ArmedBatch) -> None:
+    def __init__(self, buffers: OutputBuffers, step: int, batch: ReplayedBatch) -> None:
         self._buffers, self._step, self._batch = buffers, step, batch
 
     def get_output(self) -> ModelRunnerOutput:
@@ -272,7 +274,7 @@ End = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class ArmedBatch:
+class ReplayedBatch:
     """The requests that the graphs' rows belong to now."""
 
     request_ids: list[str]
@@ -315,7 +317,7 @@ class StepGraphs:
     """Captures and replays the steps of one model runner.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_steady``.
+        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -353,9 +355,9 @@ class StepGraphs:
             self._last_hidden = torch.zeros_like(self._manager.hidden_states[:most])
         self._ends = CapturedGraphs[End](*parts, capture_error_mode="thread_local")
         self._buffers = OutputBuffers(most, num_words, device)
-        self._armed: ArmedBatch | None = None
+        self._armed: ReplayedBatch | None = None
         # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
-        self._waiting: ArmedBatch | None = None
+        self._waiting: ReplayedBatch | None = None
         self._pending: ReplayedOutput | None = None
         self._padded_rows = 0
         self._padded_last_rows = 0
@@ -433,7 +435,7 @@ class StepGraphs:
             return "structured output without Rose's sampler"
         return None
 
-    def _run_layers(self, output: SchedulerOutput) -> ArmedBatch | str:
+    def _run_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
         """Run the layers of a step without prompts, and return its batch; or return why the step is vLLM's."""
         batch = self._prepare(output)
         if batch is None:
@@ -442,7 +444,7 @@ class StepGraphs:
             self._replay_layers(batch)
         return batch
 
-    def _prepare(self, output: SchedulerOutput) -> ArmedBatch | str | None:
+    def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str | None:
         """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
 
         If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
@@ -468,21 +470,37 @@ class StepGraphs:
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
         self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
-        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        self._armed = self._batch_of(request_ids, desc, desc.num_tokens)
+        return self._armed
+
+    def _batch_of(
+        self, request_ids: list[str], desc: Any, num_rows_of_end: int, step: MixedStep | None = None
+    ) -> ReplayedBatch:
+        """Return the batch of requests that the runner knows; ``step`` is what they compute, if it has prompts."""
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
         draws = bool(self._temperatures[slot_array].any())
         is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
-        self._armed = ArmedBatch(
+        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        is_due = () if step is None else step.is_due
+        return ReplayedBatch(
             request_ids,
-            end="processed" if is_processed else "drawn" if draws else "greedy",
+            end="mixed"
+            if step is not None
+            else "processed"
+            if is_processed
+            else "drawn"
+            if draws
+            else "greedy",
             draws=draws,
             num_logprobs=None if logprobs is None else logprobs[0],
             desc=desc,
             slots=slots,
-            index_of=index_of,
-            num_rows_of_end=desc.num_tokens,
+            index_of={request_id: index for index, request_id in enumerate(request_ids)},
+            num_rows_of_end=num_rows_of_end,
+            rows_without_token=tuple(row for row, is_row_due in enumerate(is_due) if not is_row_due),
         )
-        return self._armed
 
     def _update_requests(self, output: SchedulerOutput) -> None:
         """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
@@ -493,7 +511,7 @@ class StepGraphs:
         runner.update_requests(output)
         runner.block_tables.apply_staged_writes()
 
-    def _run_mixed_layers(self, output: SchedulerOutput) -> ArmedBatch | str:
+    def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
         """Run the layers of a step with prompts, and return its batch.
 
         If the step is vLLM's, return why, having changed nothing.
@@ -513,26 +531,13 @@ class StepGraphs:
             return "prompts without a full graph"
         self._armed = None
         self._update_requests(output)
-        slot_of = self._runner.req_states.req_id_to_index
-        slots = {request_id: slot_of[request_id] for request_id in step.request_ids}
-        self._upload_rows(list(slots.values()), step.counts, step.is_prompt, step.is_due)
+        batch = self._batch_of(step.request_ids, desc, size, step)
+        self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
         self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
         self._run_graph_of_layers(desc, num_rows)
-        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
-        logprobs = self._sampler.get_logprobs_dims(slot_array)
-        return ArmedBatch(
-            step.request_ids,
-            end="mixed",
-            draws=bool(self._temperatures[slot_array].any()),
-            num_logprobs=None if logprobs is None else logprobs[0],
-            desc=desc,
-            slots=slots,
-            index_of={request_id: index for index, request_id in enumerate(step.request_ids)},
-            num_rows_of_end=size,
-            rows_without_token=tuple(row for row, is_due in enumerate(step.is_due) if not is_due),
-        )
+        return batch
 
     def _describe(self, output: SchedulerOutput) -> MixedStep:
         slot_of, cached = self._runner.req_states.req_id_to_index, output.scheduled_cached_reqs
@@ -682,7 +687,7 @@ class StepGraphs:
         self._last_hidden[:num_last_rows].copy_(hidden_states)
         return self._compute_logits(self._last_hidden[:size])[:num_last_rows]
 
-    def _append_blocks(self, batch: ArmedBatch, cached: CachedRequestData) -> None:
+    def _append_blocks(self, batch: ReplayedBatch, cached: CachedRequestData) -> None:
         """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
 
         In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
@@ -719,7 +724,7 @@ class StepGraphs:
         writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
 
-    def _replay_layers(self, batch: ArmedBatch) -> None:
+    def _replay_layers(self, batch: ReplayedBatch) -> None:
         num_rows = batch.desc.num_tokens
         self._begins.run(num_rows)
         self._run_graph_of_layers(batch.desc, num_rows)
@@ -731,7 +736,7 @@ class StepGraphs:
             tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
         self._manager.run_fullgraph(desc)
 
-    def _replay_end(self, batch: ArmedBatch, end: str) -> None:
+    def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
         has_report = batch.num_logprobs is not None
         self._ends.run((end, batch.num_rows_of_end), 2 if has_report else 1)
         self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
@@ -742,53 +747,51 @@ class StepGraphs:
     def _begin(self, size: int, _: None) -> None:
         """Write the inputs of a step."""
         slots, padding_slot = self._slots[:size], self._runner.max_num_reqs
-        begin_steady_decode(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
+        begin_decode_step(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
         for written, copy in self._copies_of_computed_tokens:
             copy[:size].copy_(written[:size])
 
     def _end(self, end: End, _: None) -> torch.Tensor:
         """Sample a step and append its tokens; return the logits, [R, V], of which log-probabilities are reported."""
         kind, size = end
+        inputs, tokens = self._inputs, self._tokens[:size]
         if kind == "mixed":
-            return self._end_mixed(size)
-        logits = self._compute_logits(self._manager.hidden_states[:size])
-        tokens = self._tokens[:size]
+            rows = self._rows.first(size)
+            # Of each row. Rows of padding read some token.
+            last = (rows.query_start_loc[1:] - 1).clamp_(min=0)
+            hidden, slots = self._last_hidden[:size], rows.slots
+            torch.index_select(self._manager.hidden_states, 0, last, out=hidden)
+            positions, input_ids = inputs.positions[last], inputs.input_ids[last]
+        else:
+            rows, hidden, slots = None, self._manager.hidden_states[:size], self._slots[:size]
+            positions, input_ids = inputs.positions[:size], inputs.input_ids[:size]
+        logits = self._compute_logits(hidden)
         if kind == "greedy":
             tokens.copy_(logits.argmax(dim=-1))
         else:
-            assert self._replayed is not None
-            if kind == "processed":
-                self._masks.apply(logits)
-            process = self._process if kind == "processed" else None
-            positions, request_slots = self._inputs.positions[:size], self._inputs.request_slots[:size]
-            self._replayed.graphs.compute(logits, request_slots, positions, tokens, process)
-        end_steady_decode(self._slots[:size], tokens, self._state)
+            self._draw(logits, tokens, positions, input_ids, is_processed=kind in _ENDS_WITH_MASKS)
+        end_step(slots, tokens, self._state, rows)
         return logits
 
-    def _end_mixed(self, size: int) -> torch.Tensor:
-        """Sample from the rows' last tokens, as ``processed``, and append the tokens of those that are due."""
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        *,
+        is_processed: bool,
+    ) -> None:
         assert self._replayed is not None
-        rows, inputs, tokens = self._rows.first(size), self._inputs, self._tokens[:size]
-        # Rows of padding read some token.
-        last = (rows.query_start_loc[1:] - 1).clamp_(min=0)
-        hidden = self._last_hidden[:size]
-        torch.index_select(self._manager.hidden_states, 0, last, out=hidden)
-        logits = self._compute_logits(hidden)
-        self._masks.apply(logits)
-        request_slots = inputs.request_slots[:size]
-        positions, input_ids = inputs.positions[last], inputs.input_ids[last]
+        request_slots = self._inputs.request_slots[: len(tokens)]
 
         def process(logits: torch.Tensor, part: slice) -> None:
             self._processors.apply(logits, request_slots[part], positions[part], input_ids[part])
 
-        self._replayed.graphs.compute(logits, request_slots, positions, tokens, process)
-        end_steady_decode(rows.slots, tokens, self._state, rows)
-        return logits
-
-    def _process(self, logits: torch.Tensor, rows: slice) -> None:
-        inputs = self._inputs
-        self._processors.apply(
-            logits, inputs.request_slots[rows], inputs.positions[rows], inputs.input_ids[rows]
+        if is_processed:
+            self._masks.apply(logits)
+        self._replayed.graphs.compute(
+            logits, request_slots, positions, tokens, process if is_processed else None
         )
 
     def _report(self, end: End, logits: torch.Tensor) -> None:
@@ -810,9 +813,9 @@ def _decode_graphs(manager: Any, max_num_reqs: int) -> dict[int, Any]:
     return found
 
 
-def _state_of(runner: Any) -> DecodeState:
+def _state_of(runner: Any) -> StepState:
     states = runner.req_states
-    return DecodeState(
+    return StepState(
         num_computed_tokens=states.num_computed_tokens.gpu,
         last_tokens=states.last_sampled_tokens.view(-1),
         total_lens=states.total_len.gpu,
@@ -835,9 +838,9 @@ def _row_inputs(num_rows: int, device: torch.device) -> FixedInputs:
     )
 
 
-def _inputs_of(runner: Any, num_rows: int) -> DecodeInputs:
+def _inputs_of(runner: Any, num_rows: int) -> StepInputs:
     buffers = runner.input_buffers
-    return DecodeInputs(
+    return StepInputs(
         input_ids=buffers.input_ids,
         positions=buffers.positions,
         seq_lens=buffers.seq_lens,
@@ -847,12 +850,12 @@ def _inputs_of(runner: Any, num_rows: int) -> DecodeInputs:
     )
 
 
-def _groups_of(runner: Any) -> DecodeGroups:
+def _groups_of(runner: Any) -> StepGroups:
     """Return the runner's KV cache groups, each with what the first of its metadata builders lets layers read."""
     tables = runner.block_tables
-    return DecodeGroups(
+    return StepGroups(
         *(
-            DecodeGroup(
+            StepGroup(
                 state_table=tables.block_tables[index].gpu,
                 block_table=tables.input_block_tables[index],
                 slot_mapping=tables.slot_mappings[index],
@@ -894,7 +897,7 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
     def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
         manager = self.cudagraph_manager
         is_on = rose_options(self.vllm_config).step_graph
-        reason = why_engine_is_not_steady(self) if is_on else "off"
+        reason = why_engine_is_not_replayed(self) if is_on else "off"
         if is_on and reason is not None and not profile_only:
             logger.info("Rose step graph is off: %s", reason)
         streams: list[torch.cuda.Stream] = []

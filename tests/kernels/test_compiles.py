@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_backend.kernels.arguments import CACHE_DTYPE, LogprobReport
-from rose_backend.kernels.decode_step import steady_decode
+from rose_backend.kernels.decode_step import steps
 from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.kv import cache_writes
 from rose_backend.kernels.pointwise import elementwise
@@ -65,14 +65,14 @@ def test_rotations(capability: int) -> None:
 
 @compiles("_begin_mixed_kernel")
 def test_ends_of_a_step_with_prompts(capability: int) -> None:
-    with record_launches(steady_decode, "_begin_mixed_kernel", "_end_kernel") as launches:
+    with record_launches(steps, "_begin_mixed_kernel", "_end_kernel") as launches:
         for num_rows, num_tokens in ((8, 200), (9, 333)):
             case = decode_steps.make_mixed_case([1, 1, 150], num_rows, num_tokens, block_sizes=(16, 48))
             sizes = num_tokens, 150
-            steady_decode.begin_mixed_step(
+            steps.begin_mixed_step(
                 case.rows, case.state, case.inputs, case.groups, case.computed_tokens, sizes, 9
             )
-            steady_decode.end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+            steps.end_step(case.slots, case.tokens, case.state, case.rows)
     assert [launch.grid for launch in launches[::2]] == [(9, 2, 2), (10, 2, 2)]
     for recorded in launches:
         compile_launch(recorded, capability)
@@ -87,25 +87,23 @@ def test_ends_of_a_decode_step(capability: int) -> None:
         elementwise.embed_tokens(tokens, tokens, table, table, out)
         elementwise.embed_tokens(tokens, tokens, table, None, out)
         elementwise.embed_tokens(tokens.int(), tokens, table, None, out)
-    with record_launches(steady_decode, "_advance_rows_kernel") as more:
-        steady_decode.advance_rows(tokens, tokens, tokens.int(), tokens, tokens, history, tokens[:1])
+    with record_launches(steps, "_advance_rows_kernel") as more:
+        steps.advance_rows(tokens, tokens, tokens.int(), tokens, tokens, history, tokens[:1])
     for recorded in [*launches, *more]:
         compile_launch(overlapped(recorded, capability), capability)
 
     def begin(case: decode_steps.Case) -> None:
-        steady_decode.begin_steady_decode(
-            case.slots, case.state, case.inputs, case.groups, decode_steps.NUM_SLOTS
-        )
+        steps.begin_decode_step(case.slots, case.state, case.inputs, case.groups, decode_steps.NUM_SLOTS)
 
-    with record_launches(steady_decode, "_begin_kernel", "_end_kernel", "_write_kernel") as launches:
+    with record_launches(steps, "_begin_kernel", "_end_kernel", "_write_kernel") as launches:
         for num_rows in (4, 7, 300):
             case = decode_steps.make_case(3, num_rows)
             begin(case)
-            steady_decode.end_steady_decode(case.slots, case.tokens, case.state)
+            steps.end_step(case.slots, case.tokens, case.state)
         case = decode_steps.make_case(3, 4, block_sizes=(16, 48), counts=False)
         begin(case)
-        steady_decode.write_block_ids(decode_steps.random_writes(case, 5)[0], case.groups)
-        steady_decode.end_steady_decode(case.slots, case.tokens, case.state)
+        steps.write_block_ids(decode_steps.random_writes(case, 5)[0], case.groups)
+        steps.end_step(case.slots, case.tokens, case.state)
     assert len(launches) == 9
     grids = [launch.grid for launch in launches if launch.kernel is launches[0].kernel]
     assert grids == [(4,), (7,), (300,), (4, 2)]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import DecodeGroups
+from rose_backend.kernels.arguments import StepGroups
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
-    begin_steady_decode,
-    end_steady_decode,
+    begin_decode_step,
+    end_step,
     write_block_ids,
 )
 from tests.support.decode_steps import (
@@ -40,17 +40,17 @@ SHAPES = [(0, 0), (1, 1), (1, 4), (3, 3), (5, 8), (0, 3), (2, 200), (9, 512)]
 """Requests and rows; with the second but last kernels count more rows than a tile has."""
 
 
-def groups_here(case: Case) -> DecodeGroups:
+def groups_here(case: Case) -> StepGroups:
     """Return the case's groups with the addresses of this process."""
-    return DecodeGroups(*case.groups.groups)
+    return StepGroups(*case.groups.groups)
 
 
 def begin(case: Case) -> None:
-    begin_steady_decode(case.slots, case.state, case.inputs, groups_here(case), padding_slot=NUM_SLOTS)
+    begin_decode_step(case.slots, case.state, case.inputs, groups_here(case), padding_slot=NUM_SLOTS)
 
 
 def end(case: Case) -> None:
-    end_steady_decode(case.slots, case.tokens, case.state)
+    end_step(case.slots, case.tokens, case.state)
 
 
 def write(writes: torch.Tensor, case: Case) -> None:
@@ -80,7 +80,7 @@ def begin_mixed(case: MixedCase) -> None:
 
 
 def end_mixed(case: MixedCase) -> None:
-    end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+    end_step(case.slots, case.tokens, case.state, case.rows)
 
 
 MIXED = {
@@ -164,7 +164,7 @@ def test_steps_follow_each_other() -> None:
         case.begin()
         seen.append(case.inputs.input_ids[:4].tolist())
         assert case.inputs.positions[:4].tolist() == [14 + step] * 4
-        end_steady_decode(case.slots, case.tokens + step, case.state)
+        end_step(case.slots, case.tokens + step, case.state)
     assert seen[1:] == [(case.tokens[:4] + step).tolist() for step in range(4)]
 
 
@@ -183,7 +183,7 @@ def test_wrong_tensors_of_a_group_are_refused(name: str) -> None:
     right, last = case.groups.groups
     wrong = replace(last, **{name: getattr(last, name)[..., :1].bool()})
     with pytest.raises(ShapeError, match="of group 1"):
-        replace(case, groups=DecodeGroups(right, wrong)).begin()
+        replace(case, groups=StepGroups(right, wrong)).begin()
 
 
 LENGTHS = [7, -1, 0, 300, -1]
@@ -234,7 +234,7 @@ def test_replays_follow_the_slots(block_sizes: tuple[int, ...]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         case.begin()
-        end_steady_decode(case.slots, case.tokens, case.state)
+        end_step(case.slots, case.tokens, case.state)
     reference = make_case(0, 6, block_sizes=block_sizes)
     reference.begin()
     for each in (case, reference):
@@ -245,7 +245,7 @@ def test_replays_follow_the_slots(block_sizes: tuple[int, ...]) -> None:
             each.slots.copy_(torch.tensor(slots))
         graph.replay()
         reference.begin()
-        end_steady_decode(reference.slots, reference.tokens, reference.state)
+        end_step(reference.slots, reference.tokens, reference.state)
         replayed = case.tensors()
         for name, tensor in reference.tensors().items():
             if isinstance(tensor, torch.Tensor):

@@ -13,7 +13,7 @@ from rose_backend.kernels import embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors, row_moments
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
-    end_steady_decode,
+    end_step,
     write_block_ids,
 )
 from tests.support.decode_steps import make_case, make_mixed_case, random_writes
@@ -261,7 +261,7 @@ def mixed_step(*block_sizes: int) -> Case:
     def run(device: str) -> list[torch.Tensor]:
         case = make_mixed_case([1, 1, 2, 150], 7, 200, block_sizes=block_sizes, device=device)
         case.begin()
-        end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+        end_step(case.slots, case.tokens, case.state, case.rows)
         return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
 
     return run
@@ -274,7 +274,7 @@ def steady_decode(*block_sizes: int) -> Case:
         case = make_case(5, 7, block_sizes=block_sizes, device=device)
         write_block_ids(random_writes(case, 40)[0], case.groups)
         case.begin()
-        end_steady_decode(case.slots, case.tokens, case.state)
+        end_step(case.slots, case.tokens, case.state)
         return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
 
     return run

@@ -9,13 +9,13 @@ from typing import Any, Self
 import torch
 
 from rose_backend.kernels.arguments import (
-    DecodeGroup,
-    DecodeGroups,
-    DecodeInputs,
-    DecodeState,
     MixedRows,
+    StepGroup,
+    StepGroups,
+    StepInputs,
+    StepState,
 )
-from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_mixed_step, begin_steady_decode
+from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_decode_step, begin_mixed_step
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
 POISON = 77
@@ -34,14 +34,14 @@ class Case:
     """A random state of slots, and inputs that hold other values."""
 
     slots: torch.Tensor
-    state: DecodeState
-    inputs: DecodeInputs
-    groups: DecodeGroups
+    state: StepState
+    inputs: StepInputs
+    groups: StepGroups
     tokens: torch.Tensor
 
     def begin(self) -> None:
         """Write the step's inputs."""
-        begin_steady_decode(self.slots, self.state, self.inputs, self.groups, padding_slot=NUM_SLOTS)
+        begin_decode_step(self.slots, self.state, self.inputs, self.groups, padding_slot=NUM_SLOTS)
 
     def copy(self) -> Self:
         """Return the case with copies of all that a step writes."""
@@ -57,9 +57,9 @@ class Case:
         return named
 
 
-def copy_of_groups(groups: DecodeGroups, **changed: Any) -> DecodeGroups:
+def copy_of_groups(groups: StepGroups, **changed: Any) -> StepGroups:
     """Return copies of all tensors, some of them replaced."""
-    return DecodeGroups(*(replace(_copy(group), **changed) for group in groups.groups))
+    return StepGroups(*(replace(_copy(group), **changed) for group in groups.groups))
 
 
 def _copy(tensors: Any) -> Any:
@@ -93,7 +93,7 @@ def make_case(
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_requests]
     rows = torch.full((num_rows,), NO_SLOT)
     rows[:num_requests] = slots
-    state = DecodeState(
+    state = StepState(
         num_computed_tokens=computed,
         last_tokens=random(VOCAB_SIZE, NUM_SLOTS, dtype=torch.int64),
         total_lens=computed + 1,
@@ -101,7 +101,7 @@ def make_case(
         output_counts=random(5, NUM_SLOTS, VOCAB_SIZE) if counts else None,
     )
     size = num_rows + 2
-    inputs = DecodeInputs(
+    inputs = StepInputs(
         input_ids=poison(size),
         positions=poison(size, dtype=torch.int64),
         seq_lens=poison(size),
@@ -118,7 +118,7 @@ def make_case(
             first = (computed - 20 * index).clamp(min=0) // block_size
             table[torch.arange(width, device=device) < first[:, None]] = 0
         groups.append(
-            DecodeGroup(
+            StepGroup(
                 state_table=table,
                 block_table=poison(size, width),
                 slot_mapping=poison(size, dtype=torch.int64),
@@ -127,7 +127,7 @@ def make_case(
             )
         )
     tokens = random(VOCAB_SIZE, num_rows, dtype=torch.int64)
-    return Case(rows.to(device), state, inputs, DecodeGroups(*groups), tokens)
+    return Case(rows.to(device), state, inputs, StepGroups(*groups), tokens)
 
 
 def check_begin(before: Case, after: Case) -> None:
@@ -150,8 +150,8 @@ def check_begin(before: Case, after: Case) -> None:
         assert_equal(after.groups.groups[index], _group_after(before, group))
 
 
-def _group_after(before: Case, group: DecodeGroup) -> DecodeGroup:
-    expected: DecodeGroup = _copy(group)
+def _group_after(before: Case, group: StepGroup) -> StepGroup:
+    expected: StepGroup = _copy(group)
     for row, slot in enumerate(before.slots.tolist()):
         if slot == NO_SLOT:
             expected.num_computed_tokens[row] = expected.slot_mapping[row] = -1
@@ -191,7 +191,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
             assert got == wanted, each.name
 
 
-def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, DecodeGroups]:
+def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, StepGroups]:
     """Return entries at different places of all groups, and the tables that they must leave."""
     generator = torch.Generator().manual_seed(num_writes)
     expected = copy_of_groups(case.groups)
@@ -209,7 +209,7 @@ def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, DecodeGrou
     return writes.contiguous().to(case.slots.device), expected
 
 
-def check_groups(actual: DecodeGroups, expected: DecodeGroups) -> None:
+def check_groups(actual: StepGroups, expected: StepGroups) -> None:
     """Hold every element of every block table to what it must be."""
     for got, wanted in zip(actual.groups, expected.groups, strict=True):
         assert_equal(got, wanted)
@@ -283,7 +283,7 @@ def make_mixed_case(
     )
     computed_tokens = torch.full((2, num_rows + 2), POISON, dtype=torch.int32, device=device)
     return MixedCase(
-        case.slots, case.state, inputs, DecodeGroups(*groups), case.tokens, rows, computed_tokens, num_tokens
+        case.slots, case.state, inputs, StepGroups(*groups), case.tokens, rows, computed_tokens, num_tokens
     )
 
 

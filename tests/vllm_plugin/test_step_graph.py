@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import end_step, write_block_ids
 from rose_backend.vllm_plugin import step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -38,7 +38,7 @@ from rose_backend.vllm_plugin.step_graph import (
     NUM_LOGITS_PROCESSORS,
     StepGraphs,
     has_prompts,
-    why_engine_is_not_steady,
+    why_engine_is_not_replayed,
     why_step_is_not_replayed,
 )
 from tests.support.decode_steps import BLOCK_SIZES, make_case, make_mixed_case
@@ -566,7 +566,7 @@ class HookedRunner:
 def test_graphs_are_captured_behind_vllms(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
 ) -> None:
-    monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: reason)
+    monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: reason)
     hooked = HookedRunner(monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
@@ -622,7 +622,7 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
-    monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: "LoRA")
+    monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: "LoRA")
     hooked = HookedRunner(monkeypatch)
     manager = hooked.cudagraph_manager
     manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
@@ -750,7 +750,7 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
 )
 def test_any_number_of_attention_groups_is_served(specs: list[list[Any]]) -> None:
     runner = make_runner(*([make_group(spec) for spec in of_group] for of_group in specs))
-    assert why_engine_is_not_steady(runner) is None
+    assert why_engine_is_not_replayed(runner) is None
 
 
 def change(path: str, value: Any) -> Callable[[Any], None]:
@@ -790,7 +790,7 @@ def test_other_groups_are_vllms_and_the_reason_is_told(case: str) -> None:
     make_change, reason = CHANGES[case]
     runner = make_runner([make_group(FULL)], [make_group(WINDOW)])
     make_change(runner)
-    assert why_engine_is_not_steady(runner) == reason
+    assert why_engine_is_not_replayed(runner) == reason
 
 
 def test_an_engine_without_full_graphs_or_groups_is_vllms() -> None:
@@ -798,8 +798,8 @@ def test_an_engine_without_full_graphs_or_groups_is_vllms() -> None:
     others: list[Any] = [{}, {CUDAGraphMode.FULL: []}, {CUDAGraphMode.PIECEWISE: [object()]}]
     for manager in (None, *(SimpleNamespace(_capture_descs=descs) for descs in others)):
         runner.cudagraph_manager = manager
-        assert why_engine_is_not_steady(runner) == "no full graphs of decodes"
-    assert why_engine_is_not_steady(make_runner()) == "KV cache groups without attention"
+        assert why_engine_is_not_replayed(runner) == "no full graphs of decodes"
+    assert why_engine_is_not_replayed(make_runner()) == "KV cache groups without attention"
 
 
 # Both ends of a steady step against what vLLM's own kernels leave, interpreted, on random states.
@@ -826,7 +826,7 @@ def test_a_step_leaves_what_vllms_leaves(
             assert torch.equal(getattr(ours_of, name)[rows], getattr(theirs_of, name)[rows]), name
         # What attention is told of a request: computed tokens, and none in rows of padding.
         assert torch.equal(ours_of.num_computed_tokens[rows], theirs.inputs.seq_lens[rows] - 1)
-    end_steady_decode(case.slots, case.tokens, case.state)
+    end_step(case.slots, case.tokens, case.state)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
         assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
@@ -853,7 +853,7 @@ def test_a_step_with_prompts_leaves_what_vllms_leaves(
     for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
         assert torch.equal(ours_of.block_table[rows], theirs_of.block_table[rows])
         assert torch.equal(ours_of.slot_mapping[:num_tokens], theirs_of.slot_mapping[:num_tokens])
-    end_steady_decode(case.slots, case.tokens, case.state, case.rows)
+    end_step(case.slots, case.tokens, case.state, case.rows)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
         assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name

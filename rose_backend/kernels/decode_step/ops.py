@@ -12,11 +12,11 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
-    DecodeGroup,
-    DecodeGroups,
-    DecodeInputs,
-    DecodeState,
     MixedRows,
+    StepGroup,
+    StepGroups,
+    StepInputs,
+    StepState,
     check_tensors,
 )
 
@@ -24,11 +24,11 @@ NO_SLOT = -1
 """Where a row without a request lives, and where its K/V is stored: nowhere."""
 
 
-def begin_steady_decode(
+def begin_decode_step(
     slots: torch.Tensor,  # [R] int64
-    state: DecodeState,
-    inputs: DecodeInputs,  # written, the first R rows
-    groups: DecodeGroups,  # written, the first R rows, but for the state's block tables
+    state: StepState,
+    inputs: StepInputs,  # written, the first R rows
+    groups: StepGroups,  # written, the first R rows, but for the state's block tables
     *,
     padding_slot: int,
 ) -> None:
@@ -59,7 +59,7 @@ def begin_steady_decode(
     for index, group in enumerate(groups.groups):
         _check_group(slots, state, group, index)
     if slots.is_cuda:
-        from rose_backend.kernels.decode_step.steady_decode import begin_steady_decode as launch
+        from rose_backend.kernels.decode_step.steps import begin_decode_step as launch
 
         return launch(slots, state, inputs, groups, padding_slot)
     is_real = slots != NO_SLOT
@@ -76,7 +76,7 @@ def begin_steady_decode(
     return None
 
 
-def _check_group(slots: torch.Tensor, state: DecodeState, group: DecodeGroup, index: int) -> None:
+def _check_group(slots: torch.Tensor, state: StepState, group: StepGroup, index: int) -> None:
     num_rows = len(slots)
     tensors = {
         "state_table": (group.state_table, "MR MB", torch.int32),
@@ -91,7 +91,7 @@ def _check_group(slots: torch.Tensor, state: DecodeState, group: DecodeGroup, in
     )
 
 
-def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup) -> None:
+def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: StepGroup) -> None:
     num_rows = len(slots)
     is_real = slots != NO_SLOT
     group.num_computed_tokens[:num_rows] = computed
@@ -108,9 +108,9 @@ def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup
 
 def begin_mixed_step(
     rows: MixedRows,
-    state: DecodeState,
-    inputs: DecodeInputs,  # written, the first R rows and T tokens
-    groups: DecodeGroups,  # written, but for the state's block tables and computed tokens
+    state: StepState,
+    inputs: StepInputs,  # written, the first R rows and T tokens
+    groups: StepGroups,  # written, but for the state's block tables and computed tokens
     computed_tokens: torch.Tensor,  # [2, MR] int32  written, the first R rows
     *,
     num_tokens: int,
@@ -120,7 +120,7 @@ def begin_mixed_step(
     """Write the inputs of a step that computes parts of prompts beside, or instead of, last tokens.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
-    there. Block tables are written as by ``begin_steady_decode``.
+    there. Block tables are written as by ``begin_decode_step``.
 
     Args:
         computed_tokens: of rows with one token, which decode attention takes, and of rows with more of them; -1 in all
@@ -135,7 +135,7 @@ def begin_mixed_step(
     _check_mixed(rows, state, inputs, groups, computed_tokens, num_tokens)
     num_rows = len(rows.slots)
     if rows.slots.is_cuda:
-        from rose_backend.kernels.decode_step.steady_decode import begin_mixed_step as launch
+        from rose_backend.kernels.decode_step.steps import begin_mixed_step as launch
 
         return launch(rows, state, inputs, groups, computed_tokens, (num_tokens, max_query_len), padding_slot)
     is_real, known = rows.slots != NO_SLOT, rows.slots.clamp(min=0)
@@ -167,9 +167,9 @@ def begin_mixed_step(
 
 def _check_mixed(
     rows: MixedRows,
-    state: DecodeState,
-    inputs: DecodeInputs,
-    groups: DecodeGroups,
+    state: StepState,
+    inputs: StepInputs,
+    groups: StepGroups,
     computed_tokens: torch.Tensor,
     num_tokens: int,
 ) -> None:
@@ -204,7 +204,7 @@ def _check_mixed(
 
 def write_block_ids(
     writes: torch.Tensor,  # [2, N] int64
-    groups: DecodeGroups,  # written, the state's block tables
+    groups: StepGroups,  # written, the state's block tables
 ) -> None:
     """Write block ids into the state's block tables, which are contiguous.
 
@@ -218,7 +218,7 @@ def write_block_ids(
     if writes.dim() != 2 or len(writes) != 2 or writes.dtype is not torch.int64:
         raise ShapeError(f"writes: expected torch.int64 [2, N], got {writes.dtype} {list(writes.shape)}")
     if writes.is_cuda:
-        from rose_backend.kernels.decode_step.steady_decode import write_block_ids as launch
+        from rose_backend.kernels.decode_step.steps import write_block_ids as launch
 
         return launch(writes, groups)
     for group, first in zip(groups.groups, groups.first_entries, strict=True):
@@ -228,10 +228,10 @@ def write_block_ids(
     return None
 
 
-def end_steady_decode(
+def end_step(
     slots: torch.Tensor,  # [R] int64
     tokens: torch.Tensor,  # [R] int64
-    state: DecodeState,  # written
+    state: StepState,  # written
     rows: MixedRows | None = None,
 ) -> None:
     """Append each row's new token to its request, and count the tokens that the step has computed.
@@ -262,7 +262,7 @@ def end_steady_decode(
             is_due=(rows.is_due, "R", torch.int32),
         )
     if slots.is_cuda:
-        from rose_backend.kernels.decode_step.steady_decode import end_steady_decode as launch
+        from rose_backend.kernels.decode_step.steps import end_step as launch
 
         return launch(slots, tokens, state, rows)
     is_real = slots != NO_SLOT
@@ -309,7 +309,7 @@ def advance_rows(
         step_index=(step_index, "1", torch.int64),
     )
     if token_ids.is_cuda:
-        from rose_backend.kernels.decode_step.steady_decode import advance_rows as launch
+        from rose_backend.kernels.decode_step.steps import advance_rows as launch
 
         launch(token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index)
         return

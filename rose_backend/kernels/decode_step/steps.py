@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import DecodeGroups, DecodeInputs, DecodeState, MixedRows
+from rose_backend.kernels.arguments import MixedRows, StepGroups, StepInputs, StepState
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 
 
@@ -87,7 +87,7 @@ _TOKENS_TILE = 128
 
 @triton.jit
 def _load_group(place):
-    """Return what ``DecodeGroups.layout`` says of a group: the kernel's arguments from ``state_table_ptr`` on."""
+    """Return what ``StepGroups.layout`` says of a group: the kernel's arguments from ``state_table_ptr`` on."""
     state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
     state_table_stride = tl.load(place + 1)
     table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
@@ -327,14 +327,14 @@ def _end_kernel(
                 tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
-def begin_steady_decode(
+def begin_decode_step(
     slots: torch.Tensor,  # [R] int64
-    state: DecodeState,
-    inputs: DecodeInputs,  # written
-    groups: DecodeGroups,  # written
+    state: StepState,
+    inputs: StepInputs,  # written
+    groups: StepGroups,  # written
     padding_slot: int,
 ) -> None:
-    """``rose_backend.kernels.decode_step.ops.begin_steady_decode`` on a GPU."""
+    """``rose_backend.kernels.decode_step.ops.begin_decode_step`` on a GPU."""
     num_rows, first = len(slots), groups.groups[0]
     if num_rows == 0:
         return
@@ -370,9 +370,9 @@ def begin_steady_decode(
 
 def begin_mixed_step(
     rows: MixedRows,
-    state: DecodeState,
-    inputs: DecodeInputs,  # written
-    groups: DecodeGroups,  # written
+    state: StepState,
+    inputs: StepInputs,  # written
+    groups: StepGroups,  # written
     computed_tokens: torch.Tensor,  # [2, MR] int32  written
     sizes: tuple[int, int],
     padding_slot: int,
@@ -413,7 +413,7 @@ def begin_mixed_step(
 
 def write_block_ids(
     writes: torch.Tensor,  # [2, N] int64
-    groups: DecodeGroups,  # written
+    groups: StepGroups,  # written
 ) -> None:
     """``rose_backend.kernels.decode_step.ops.write_block_ids`` on a GPU."""
     if len(groups.groups) == 1:
@@ -427,13 +427,13 @@ def write_block_ids(
     _write_kernel[grid](writes, groups.layout, len(groups.groups), num_writes, TILE=_WRITES_TILE)
 
 
-def end_steady_decode(
+def end_step(
     slots: torch.Tensor,  # [R] int64
     tokens: torch.Tensor,  # [R] int64
-    state: DecodeState,  # written
+    state: StepState,  # written
     rows: MixedRows | None = None,
 ) -> None:
-    """``rose_backend.kernels.decode_step.ops.end_steady_decode`` on a GPU."""
+    """``rose_backend.kernels.decode_step.ops.end_step`` on a GPU."""
     counts = state.output_counts
     if len(slots) == 0:
         return
