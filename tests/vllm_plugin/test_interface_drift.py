@@ -58,6 +58,7 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -395,6 +396,17 @@ def test_processors_that_graphs_hold_take_the_same_arguments_and_keep_the_same_s
         *("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
     )
     assert {"structured_output_request_ids", "grammar_bitmask"} <= set(GrammarOutput.__dataclass_fields__)
+
+
+def test_steps_with_prompts_are_described_as_vllm_describes_them() -> None:
+    """See ``StepGraphs._describe``: the order of rows, and which rows with part of a prompt are decodes."""
+    counts = {"chunk": 5, "decode": 1, "tail": 3, "another": 1}
+    assert model_runner.sort_batch_req_ids(counts, {}, 1) == ["decode", "another", "tail", "chunk"]
+    source = inspect.getsource(model_runner.GPUModelRunner.gather_batch_req_state)
+    assert "one_token_ext = (num_new_tokens == 1) & (num_computed_prefill_tokens_np > 0)" in source
+    assert "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np" in source
+    source = inspect.getsource(PromptLogprobsWorker.__init__)
+    assert all(f"self.{name}" in source for name in ("uses_prompt_logprobs = ", "token_id_scores: dict"))
 
 
 def test_every_kind_of_request_is_known() -> None:
