@@ -201,11 +201,12 @@ MAX_WAITING_LOOKED_AT = 64
 """With more prompts waiting than these, a step has no budget: what counts then is how many are served."""
 _FACTORS = (1.5, 2.0, 2.5, 3.0)
 """Times a plain decode step that a step with prompts may take. All these numbers were chosen in the simulations of
-``tests/test_step_budget.py``, whose devices are those of Llama 8B and Qwen3 0.6B on an H100."""
+``tests/test_step_budget.py``."""
 _MAX_SLOWDOWN, _MAX_DELAY_IN_STEPS = 0.5, 1
 """A factor is too small if prompts are over later than without a budget by more than this share of the first prompt's
-own time and this many decode steps. Simulated, a prompt of 4096 tokens of Llama 8B on an H100 ends after 153 ms with
-gaps of 10.2 ms, without a budget after 104 ms with a gap of 101 ms."""
+own time and this many decode steps. Simulated with the times of steps on an H100 (2026-11-28), prompts of 4,096 tokens
+beside 32 decodes: Llama 8B's first tokens come after 159 ms with gaps of 20 ms, without a budget after 114 ms with one
+gap of 110 ms; Qwen3 0.6B's after 26 ms with gaps of 8.8 ms, without after 16 ms with one of 15 ms."""
 _SHARE_FOR_LESS = 1 / 4
 """Of that delay, for a smaller factor than that of the step before: what is left of a prompt would be granted the whole
 delay anew, step by step."""

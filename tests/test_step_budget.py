@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import mean, median
 
+import numpy as np
 import pytest
 
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
@@ -25,6 +26,32 @@ def device(decode_ms: float, num_free: int, tokens_per_ms: float) -> Device:
 
 LLAMA_8B = device(6.9, 150, 42.0)
 QWEN3_0_6B = device(0.85, 100, 273.0)
+"""As their bytes and products would allow on an H100."""
+
+
+def measured(*steps: tuple[int, float]) -> Device:
+    """Return one of which the milliseconds of some steps are known, by their prompt tokens from 0 on, rising."""
+    return lambda num_tokens: float(np.interp(num_tokens, *zip(*steps, strict=True))) / 1e3
+
+
+MEASURED_LLAMA_8B = measured(
+    *((0, 8.2), (1, 10.2), (128, 10.6), (256, 13.9), (384, 16.2), (512, 18.8), (1024, 31.0), (4096, 110.0)),
+)
+"""Inside vLLM on an H100, beside 32 decodes with contexts of 1,900 tokens; from 1,024 tokens on the sum of both."""
+MEASURED_QWEN3_0_6B = measured(
+    *(
+        (0, 3.06),
+        (1, 4.1),
+        (64, 4.2),
+        (128, 4.7),
+        (256, 5.2),
+        (512, 5.9),
+        (768, 6.6),
+        (1024, 7.4),
+        (4096, 14.6),
+    ),
+)
+"""Likewise."""
 
 
 def host_bound(num_tokens: int) -> float:
@@ -99,8 +126,10 @@ def at_random(per_second: float, count: int, size: int) -> list[tuple[float, int
     [
         (LLAMA_8B, every(0.4, 100, 4096), 1.5),
         (QWEN3_0_6B, every(0.125, 200, 4096), 2.0),
+        (MEASURED_LLAMA_8B, every(0.4, 100, 4096), 2.5),
+        (MEASURED_QWEN3_0_6B, every(0.125, 300, 4096), 3.0),
     ],
-    ids=["Llama 8B", "Qwen3 0.6B"],
+    ids=["Llama 8B", "Qwen3 0.6B", "Llama 8B measured", "Qwen3 0.6B measured"],
 )
 def test_a_prompt_at_a_time_makes_steps_a_little_longer(
     of: Device, arrivals: list[tuple[float, int]], factor: float
@@ -113,7 +142,7 @@ def test_a_prompt_at_a_time_makes_steps_a_little_longer(
     assert mean(served.first_tokens[20:]) <= mean(whole.first_tokens) + allowed_s
     assert served.p99 <= 1.1 * factor * decode_s
     learned = served.gaps[len(served.gaps) // 3 :]
-    assert max(learned) <= max(1.3 * factor, 2.1) * decode_s and max(whole.gaps) > 7 * decode_s
+    assert max(learned) <= max(1.3 * factor, 2.1) * decode_s and max(whole.gaps) > 4.5 * decode_s
     assert budget.num_limited > 300 and (budget.num_raised > budget.num_limited / 5) == (factor > 1.5)
 
 
