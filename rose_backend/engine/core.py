@@ -201,7 +201,7 @@ class EngineCore:
         while (output := self._outputs.take_last(request_id)) is None:
             self._output_thread.wait()
             self._guarded(self._take_report)
-        del self._requests[request_id]
+        self._forget([request_id])
         return output
 
     def carry_out(self, commands: deque[Command]) -> list[tuple[str, RequestError]]:
@@ -289,6 +289,7 @@ class EngineCore:
             commits,
             self.input_processor,
             prompts_first=self._returns_outputs,
+            overlaps_prompts=self._runner.side is not None and not self._returns_outputs,
             min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.kv_cache.device),
         )
         self._pipeline = StepPipeline(

@@ -240,6 +240,8 @@ class Step:
     num_decodes: int
     """This many first slots compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
+    is_pass_apart: bool = False
+    """The other slots' pass runs beside this and later steps, until ``Scheduler.end_pass``."""
 
 
 class Scheduler:
@@ -250,6 +252,10 @@ class Scheduler:
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled. Otherwise steps with decodes may have a budget of time.
+
+    With ``overlaps_prompts``, the prompt chunks of a step with decodes are a pass apart, which runs beside this and
+    later steps. Until it is over (``end_pass``) these only decode; no request is admitted or preempted, and slots of
+    the pass that are released keep their blocks: it may still write to them.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -264,6 +270,7 @@ class Scheduler:
         input_processor: InputProcessor,
         *,
         prompts_first: bool = False,
+        overlaps_prompts: bool = False,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.counters = EngineStats()
@@ -280,6 +287,8 @@ class Scheduler:
         self._commits = commits
         self._input_processor = input_processor
         self._prompts_first = prompts_first
+        self._overlaps_prompts = overlaps_prompts
+        self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
         # Prompt tokens of the step that is being scheduled, at most; None: no limit but the token budget.
         self._max_prompt_tokens: int | None = None
@@ -287,11 +296,12 @@ class Scheduler:
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
+        self._repeated_slots: Int32Array = np.empty(0, np.int32)
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        if self._num_repeats <= 0 or self._admission.may_admit(len(self.running_slots)):
+        if self._num_repeats <= 0 or self._may_admit():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -300,7 +310,7 @@ class Scheduler:
     def top_up(self) -> None:
         """Take some blocks that running requests will soon need. Call it in every step, right before the host waits."""
         if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
-            slots, state = self.running_slots, self._state
+            slots, state = self._repeated_slots, self._state
             num_tokens = state.num_planned_tokens(slots) + (self._num_repeats + 1)
             self._may_be_short = top_up(self._manager, slots, num_tokens, state.max_num_tokens)
 
@@ -308,8 +318,8 @@ class Scheduler:
         """Reserve the next step's blocks and return its work. What was read is committed.
 
         Args:
-            num_in_flight: steps whose outcome has not been read, and completions whose stop check is open. What
-                those steps compute counts as computed.
+            num_in_flight: steps whose outcome has not been read, a pass apart included, and completions whose stop
+                check is open. What those steps compute counts as computed.
 
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
@@ -318,7 +328,7 @@ class Scheduler:
         if picked is None:
             return None
         slots, counts, was_short = picked
-        if not was_short and self.waiting:
+        if not was_short and self.waiting and not len(self._slots_in_pass):
             slots, counts = self._admit(slots, counts)
         if not len(slots):
             if (len(self.running_slots) or self.waiting) and not num_in_flight:
@@ -332,6 +342,19 @@ class Scheduler:
         self._num_repeats = self._count_repeats(step)
         self._may_be_short = True
         return step
+
+    def end_pass(self) -> NDArray[np.bool_]:
+        """Note that the pass apart is over: its slots take part in further steps.
+
+        Returns:
+            ``[R]`` which of its slots still have their completion.
+        """
+        slots, self._slots_in_pass = self._slots_in_pass, self._slots_in_pass[:0]
+        self._num_repeats = 0
+        is_left = np.array([self._state.completions[slot] is None for slot in slots.tolist()], np.bool_)
+        if np.count_nonzero(is_left):
+            self._manager.free(slots[is_left])
+        return ~is_left
 
     def budget_counts(self) -> dict[str, int]:
         """Return what the step budget counts, by its name in ``EngineStats``."""
@@ -369,10 +392,10 @@ class Scheduler:
         self._state.num_cleared += len(slots)
 
     def release(self, slots: Int32Array) -> list[Completion]:
-        """Free slots; returns their completions, each with the tokens it has so far."""
+        """Free slots, those of a pass apart once it is over; returns their completions, with the tokens so far."""
         self._num_repeats = 0
         self._commits.flush(slots)
-        self._manager.free(slots)
+        self._manager.free(slots[~np.isin(slots, self._slots_in_pass)])
         self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
         self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
         self._state.num_siblings_to_fork[slots] = 0
@@ -413,12 +436,15 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        return Step(slots, counts, num_decodes, self._manager.take_clone_plan())
+        is_pass_apart = self._overlaps_prompts and 0 < num_decodes < len(slots)
+        if is_pass_apart:
+            self._slots_in_pass = slots[num_decodes:]
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), is_pass_apart)
 
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""
-        slots = step.slots
-        if step.num_decodes < len(self.running_slots):
+        self._repeated_slots = slots = step.slots[: step.num_decodes]
+        if len(slots) < len(self._running_beside_pass()):
             return 0
         planned = self._state.num_planned_tokens(slots)
         room = (
@@ -480,7 +506,7 @@ class Scheduler:
 
     def _runnable(self) -> tuple[Int32Array, Int32Array]:
         """Return the running slots that need not wait until a step in flight is read, and what remains of each."""
-        state, running = self._state, self.running_slots
+        state, running = self._state, self._running_beside_pass()
         is_unread = state.num_unread_tokens[running] > 0
         remaining = self._num_remaining(running)
         if not np.count_nonzero(is_unread):
@@ -491,6 +517,17 @@ class Scheduler:
         if not np.count_nonzero(waits):
             return running, remaining
         return running[~waits], remaining[~waits]
+
+    def _running_beside_pass(self) -> Int32Array:
+        """Return the running slots, beside a pass apart only those that decode."""
+        slots = self.running_slots
+        if not len(self._slots_in_pass):
+            return slots
+        slots = slots[~np.isin(slots, self._slots_in_pass)]
+        return slots[(self._num_remaining(slots) == 1) & (self._state.num_siblings_to_fork[slots] == 0)]
+
+    def _may_admit(self) -> bool:
+        return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
     def _preempt_newest(self) -> None:
         slot = self.running_slots[-1:]
