@@ -1,7 +1,8 @@
 """One step on the device: inputs from the buffers of request slots, forward passes, next tokens.
 
 Passes over prompts are CUDA graphs, padded up to the next shape that was captured: launching a pass over a few thousand
-tokens one kernel at a time takes the host longer than the GPU needs to compute it.
+tokens one kernel at a time takes the host longer than the GPU needs to compute it. In a server a pass runs beside
+decode steps, on a stream of its own (``SideStream``).
 """
 
 from __future__ import annotations
