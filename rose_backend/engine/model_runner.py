@@ -238,6 +238,7 @@ class SideStream:
 
     def begin(self, compute: Callable[[], Hidden]) -> None:
         """Start the pass that ``compute`` enqueues."""
+        assert self._hidden is None, "the pass before was not joined"
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self._start)
             self._hidden = compute()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine import step_pipeline
 from rose_backend.engine.core import EngineCore
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
@@ -189,7 +190,24 @@ def test_a_pass_is_waited_for_where_there_is_nothing_else_to_do(
     assert texts["last"] == alone(llm, [7] * 60, GREEDY)
 
 
-def test_nobody_is_preempted_beside_a_pass(make_apart: Callable[..., Any], llm: LLM) -> None:
+@pytest.mark.parametrize("num_tokens", [50, 200])
+def test_a_pass_that_takes_too_long_is_waited_for(
+    make_apart: Callable[..., Any], llm: LLM, num_tokens: int
+) -> None:
+    core, side, _ = make_apart()
+    core.add(core.input_processor.make([7] * num_tokens, GREEDY, request_id="new"))
+    num_steps = core.stats.steps
+    while side.is_busy or not side.num_begun:
+        core.step()
+    # With the one that began it, and the one that waits for it.
+    assert core.stats.steps - num_steps == 16 + num_tokens // 64 + 2
+    assert finish(core)["new"] == alone(llm, [7] * num_tokens, GREEDY)
+
+
+def test_nobody_is_preempted_beside_a_pass(
+    make_apart: Callable[..., Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_pipeline, "_STEPS_BESIDE_PASS", 100)
     core, side, switch = make_apart(num_blocks=13, max_model_len=128, prefix_cache=False)
     core.add(core.input_processor.make([7] * 100, replace(LONG, max_tokens=28), request_id="new"))
     core.step()
