@@ -472,7 +472,7 @@ class DecodeRunner:
     def capture(self) -> None:
         """Capture a step of each of ``widths``."""
         # A graph's kernels keep the priority of the stream it was captured on: decode steps come before a pass over
-        # prompts that runs beside them. The stream is no other graph's, and so is the scratch memory of cuBLAS.
+        # prompts that runs beside them. Nor do both share the scratch memory of cuBLAS, which is that stream's, too.
         stream = None if is_recording() else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
         self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), stream=stream)
         self.buffers.capture(stream)

@@ -43,7 +43,7 @@ class Server:
     Attributes:
         outputs: of requests that have ended, the aborted ones included, by request id.
         num_begun: passes beside decode steps.
-        num_waited: steps that were started while such a pass was in flight.
+        num_waited: looks that found such a pass in flight.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
