@@ -127,7 +127,6 @@ class EngineCore:
             prefix_cache_hits=cache.hit_tokens,
             reported_prefix_cache_hits=cache.reported_hit_tokens,
             clones=cache.clones,
-            **self._scheduler.budget_counts(),
         )
 
     @property

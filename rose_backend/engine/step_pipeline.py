@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -183,12 +182,6 @@ class _StepInFlight:
     """The decode part drew again for some slots, and has a report of it."""
     drawn: Drawn | None
     is_over: torch.cuda.Event | None
-    started_s: float
-    over_s: float | None
-    """When it was over, where the host has computed it; None: to be found out when it is read. Both in the seconds of
-    ``time.perf_counter``."""
-    num_prompt_tokens: int | None
-    """That it computes beside decodes; None without decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +248,6 @@ class StepPipeline:
         if device.type != "cpu":
             self._events = [torch.cuda.Event() for _ in range(depth + 3)]
             self._stream = torch.cuda.current_stream(device)
-        self._last_end_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -337,7 +329,6 @@ class StepPipeline:
 
     def _start(self, step: Step) -> _StepInFlight:
         self._count(step)
-        started_s = time.perf_counter()
         forwarded = self._runner.forward(step)
         all_slots = decode_slots = forwarded.decode_slots.astype(np.int64)
         drawn, chunks = None, forwarded.chunks
@@ -357,9 +348,6 @@ class StepPipeline:
             len(decode_slots) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
             self._record(),
-            started_s,
-            None if self._events else time.perf_counter(),
-            int(step.num_new_tokens[step.num_decodes :].sum()) if step.num_decodes else None,
         )
 
     @property
@@ -375,15 +363,12 @@ class StepPipeline:
         """Let what follows on the main stream follow the pass apart, and draw behind it."""
         chunks, self._chunks = self._chunks, None
         assert chunks is not None, "no pass is in flight"
-        started_s, hidden = time.perf_counter(), self._side.join()
+        hidden = self._side.join()
         live = np.flatnonzero(self._scheduler.end_pass())
         slots, drawn = self._draw_first(chunks, live, hidden)
         if drawn is not None:
             batch = Batch.of(self._state, slots.astype(np.int64), 0)
-            over_s = None if self._events else time.perf_counter()
-            self._in_flight.append(
-                _StepInFlight(batch, _NO_ROWS, 0, False, drawn, self._record(), started_s, over_s, None)
-            )
+            self._in_flight.append(_StepInFlight(batch, _NO_ROWS, 0, False, drawn, self._record()))
 
     def _draw_first(
         self, chunks: Chunks, live: NDArray[np.intp], hidden: Hidden
@@ -425,7 +410,6 @@ class StepPipeline:
         """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
         self.counters.computed_tokens += len(last.batch.slots)
-        started_s = time.perf_counter()
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
             last.batch,
@@ -434,9 +418,6 @@ class StepPipeline:
             last.needs_sampling_extras,
             None,
             self._record(),
-            started_s,
-            None if self._events else time.perf_counter(),
-            0,
         )
 
     def _record(self) -> torch.cuda.Event | None:
@@ -450,7 +431,6 @@ class StepPipeline:
 
     def _read(self, step: _StepInFlight) -> SampledTokens:
         self._wait(step)
-        self._note_time(step)
         batch, drawn = step.batch, step.drawn
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
         if drawn is not None:
@@ -480,18 +460,6 @@ class StepPipeline:
     def _wait(self, step: _StepInFlight) -> None:
         if step.is_over is not None:
             step.is_over.synchronize()
-
-    def _note_time(self, step: _StepInFlight) -> None:
-        """Tell the step budget how long a step that is over took, from the end of the one before or its own start."""
-        over_s = time.perf_counter() if step.over_s is None else step.over_s
-        start_s, self._last_end_s = max(self._last_end_s, step.started_s), over_s
-        budget = self._scheduler.step_budget
-        if budget is None or step.num_prompt_tokens is None:
-            return
-        if step.num_prompt_tokens:
-            budget.note_mixed_step(step.num_prompt_tokens, over_s - start_s)
-        else:
-            budget.note_decode_step(over_s - start_s)
 
     def _count(self, step: Step) -> None:
         slots, counts, counters, state = step.slots, step.num_new_tokens, self.counters, self._state
