@@ -29,7 +29,7 @@ streams: --streams long streams run all the while, one after the other in each p
 seen arrive --interval seconds apart: what do they do to the streams, and how long do they wait? Callers live in the
 process of the engine's client (vLLM's AsyncLLM, Rose's RemoteEngine), without HTTP, with the event loop and the largest
 step of the engine's own server. A gap is the time between two pieces of one stream as its caller gets them, and
-benchmarks/online/streams.py says what else it means. --compare-step-budget runs Rose with a step budget, too. All
+benchmarks/online/streams.py says what else it means. --compare-step-budget: Rose in vLLM with a step budget, too. All
 engines keep their models and KV caches on one GPU, of --kv-cache-tokens each, by default room for the streams and a few
 prompts: for Llama 8B 16 GB and 15 GB, so that two engines fit 80 GB, and three 141 GB.
 

@@ -184,14 +184,9 @@ class EngineConfig(Switches):
     ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""
     max_queue_size: int = 10_000
     """Requests that may wait; one more is refused."""
-    step_budget_ms: str | float = "off"
-    """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
-    prompts would wait too long; a number: this many milliseconds; ``off``: for ``max_num_batched_tokens``. Needs
-    chunked prefill; no effect on ``LLM.generate``, whose outputs nobody reads before their end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "step_budget_ms", read_step_budget("step_budget_ms", self.step_budget_ms))
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:

@@ -10,7 +10,8 @@ was measured with, and at what cost on either side of it.
   block, so the plug-in extends all full rows together instead (``vllm_plugin/kv_cache/``).
 - Token counts that depend on the device: the budget of a step, which vLLM has already, and the prefix that a prompt
   waits for.
-- Step budget, of both engines: how many prompt tokens a step may compute beside decodes, so that these go on in time.
+- Step budget, of the plug-in: how many prompt tokens a step may compute beside decodes, so that these go on in time.
+  Those of the standalone engine do not wait for prompts.
 """
 
 from __future__ import annotations

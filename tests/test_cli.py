@@ -217,11 +217,6 @@ def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_p
         (("generate", "--model", "m", "--prompt", "a", "--blok-size", "8"), ("--blok-size", "--block-size")),
         (("generate", "--model", "m", "--prompt", "a", "--no-fused-mpl"), ("did you mean --no-fused-mlp?",)),
         (("generate", "--model", "m", "--prompt", "a", "--pacing"), ("--pacing: removed in release 0.2.0",)),
-        (
-            ("serve", "m", "--step-budget-ms", "0"),
-            ("step_budget_ms: got '0', allowed are auto, off and a number",),
-        ),
-        (("serve", "m", "--step-budget-ms", "fast"), ("step_budget_ms: got 'fast', allowed are auto, off",)),
         (("serve", "m", "--no-pacing"), ("--no-pacing: removed in release 0.2.0",)),
         (("generate", "--model", "m", "--prompt", "a", "--block", "8"), ("--block",)),
         (("generate", "--model", "m", "--prompt", "a", "--block-size", "x"), ("--block-size", "'x'")),

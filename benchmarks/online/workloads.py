@@ -364,7 +364,7 @@ class Streams(Workload):
         add("--prompt-tokens", type=at_least(1), default=prompt_len, metavar="N", help=DEFAULT)
         text = f"from a prompt to the next, with poisson on average {DEFAULT}"
         add("--interval", type=above_zero, default=interval, metavar="SECONDS", help=text)
-        add("--compare-step-budget", action="store_true", help="Rose with a step budget (auto), too")
+        add("--compare-step-budget", action="store_true", help="Rose in vLLM with a step budget (auto), too")
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -386,8 +386,10 @@ class Streams(Workload):
 
     @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
-        hosts = [host for host in ROSE_HOSTS if host in options.backends and options.compare_step_budget]
-        return Workload.sides(options) | {BUDGET_AUTO[host]: (host, [STEP_BUDGET]) for host in hosts}
+        sides = Workload.sides(options)
+        if options.compare_step_budget and HOST in sides:
+            sides[BUDGET_AUTO] = (HOST, [STEP_BUDGET])
+        return sides
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)

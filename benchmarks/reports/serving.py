@@ -42,13 +42,12 @@ GAPS = {
     "output_throughput": "output tokens/s",
 }
 """Figures of streams and of the prompts that arrive meanwhile; output tokens are those of both."""
-BUDGET_AUTO = {host: f"{host}, step_budget auto" for host in ROSE_HOSTS}
-"""Names of the engines that tell what ``step_budget`` is worth."""
+BUDGET_AUTO = f"{HOST}, step_budget auto"
+"""Name of the engine that tells what ``step_budget`` is worth."""
 _STREAMED = {
     "rose": LABELS["rose"],
-    BUDGET_AUTO["rose"]: "the same, `step_budget` auto",
     HOST: LABELS[HOST],
-    BUDGET_AUTO[HOST]: "the same, `step_budget` auto",
+    BUDGET_AUTO: "the same, `step_budget` auto",
     STOCK: LABELS[STOCK],
 }
 MAX_GAP_TAIL = {FIXED: 1.8}
@@ -288,9 +287,10 @@ def streams_bars(rows: Iterable[Row]) -> list[Row]:
     found = []
     for arrivals, of_arrivals in text.grouped(rows, "arrivals").items():
         sides = {row["backend"]: row for row in of_arrivals}
-        named = {side: LABELS[host] for host in ROSE_HOSTS for side in (host, BUDGET_AUTO[host])}
+        named = {host: LABELS[host] for host in ROSE_HOSTS}
+        named[BUDGET_AUTO] = f"{LABELS[HOST]}, step budget"
         for side in filter(sides.get, named):
-            name = f"{arrivals} arrivals, {named[side]}" + ", step budget" * (side not in ROSE_HOSTS)
+            name = f"{arrivals} arrivals, {named[side]}"
             if arrivals in MAX_GAP_TAIL:
                 tail, limit = sides[side]["gap_tail"], MAX_GAP_TAIL[arrivals]
                 found.append(bar(f"{name}: gaps, p99 over their median", tail, limit, "x"))

@@ -46,7 +46,7 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here, and so is ``step_budget``,
+    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here, and there ``step_budget``,
     which is switched on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
@@ -71,8 +71,6 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
     chosen: dict[str, Any] = dict.fromkeys(options.switches_off, False)
     if "run_ahead" in chosen:
         chosen["run_ahead"] = 0
-    # What makes a side stays so, whatever else is asked for.
-    budget = {"step_budget_ms": "auto"} if chosen.pop(STEP_BUDGET, True) is False else {}
     if options.kv_cache_tokens:
         chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
     return {
@@ -83,7 +81,6 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         **chosen,
         **options.extra,
-        **budget,
     }
 
 

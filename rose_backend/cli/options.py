@@ -16,7 +16,6 @@ from rose_backend.config import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
-    STEP_BUDGETS,
     SWITCH_NAMES,
     EngineConfig,
 )
@@ -44,9 +43,6 @@ _ENGINE_HELP = {
     "generation_config": "sampling parameters that are not given; auto: those of the model's generation_config.json, "
     "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
-    "step_budget_ms": "how long decodes may wait for a step with prompts; auto: 1.5 times as long as for one without, "
-    "longer where prompts would wait too long; N: milliseconds; off: for --max-num-batched-tokens; no effect on "
-    "rose generate",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
@@ -90,7 +86,6 @@ _ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": DTYPES},
     "device": {"choices": DEVICES},
     "generation_config": {"choices": GENERATION_CONFIGS},
-    "step_budget_ms": {"metavar": "|".join((*STEP_BUDGETS, "N"))},
 }
 _SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": _int_or_none, "metavar": "N"},

@@ -127,7 +127,6 @@ class EngineCore:
             prefix_cache_hits=cache.hit_tokens,
             reported_prefix_cache_hits=cache.reported_hit_tokens,
             clones=cache.clones,
-            **self._scheduler.budget_counts(),
         )
 
     @property
@@ -201,7 +200,7 @@ class EngineCore:
         while (output := self._outputs.take_last(request_id)) is None:
             self._output_thread.wait()
             self._guarded(self._take_report)
-        del self._requests[request_id]
+        self._forget([request_id])
         return output
 
     def carry_out(self, commands: deque[Command]) -> list[tuple[str, RequestError]]:
@@ -289,6 +288,7 @@ class EngineCore:
             commits,
             self.input_processor,
             prompts_first=self._returns_outputs,
+            overlaps_prompts=self._runner.side is not None and not self._returns_outputs,
             min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.kv_cache.device),
         )
         self._pipeline = StepPipeline(

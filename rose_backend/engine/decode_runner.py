@@ -24,6 +24,7 @@ from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS
 from rose_backend.kernels import SampleOutput, SamplingTensors
 from rose_backend.kernels.captured_graphs import CapturedGraphs, Fields, Inputs, SizedGraphs, size_for, upload
 from rose_backend.kernels.decode_step.ops import advance_rows
+from rose_backend.kernels.gpu_properties import is_recording
 
 Int64Array = NDArray[np.int64]
 NO_ROW = -1
@@ -166,10 +167,10 @@ class DecodeBuffers:
         self._row_changes = SizedGraphs(self._change_rows, row_fields, sizes, device)
         self._table_changes = SizedGraphs(self._change_tables, table_fields, sizes, device)
 
-    def capture(self) -> None:
+    def capture(self, stream: torch.cuda.Stream | None) -> None:
         """Capture what ``write_rows`` and ``write_block_tables`` do. The buffers must be reset afterwards."""
-        self._row_changes.capture()
-        self._table_changes.capture()
+        self._row_changes.capture(stream)
+        self._table_changes.capture(stream)
 
     def reset(self) -> None:
         """Empty all rows and count steps from 0."""
@@ -399,6 +400,9 @@ def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
     return torch.cat([drawn.logprob[:, None], rank_bits, drawn.top_logprobs, token_bits], dim=1)
 
 
+_HIGH_PRIORITY = -1
+"""Of a CUDA stream; streams have 0 unless told otherwise."""
+
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
 
@@ -443,6 +447,7 @@ class DecodeRunner:
         self.buffers = DecodeBuffers(self.num_rows, table_width, device)
         self.widths = widths
         self._compute = compute
+        self._device = device
         self.extras = extras
         self._manager = manager
         self._state = state
@@ -466,8 +471,11 @@ class DecodeRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture a step of each of ``widths``."""
-        self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]))
-        self.buffers.capture()
+        # A graph's kernels keep the priority of the stream it was captured on: decode steps come before a pass over
+        # prompts that runs beside them. Nor do both share the scratch memory of cuBLAS, which is that stream's, too.
+        stream = None if is_recording() else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), stream=stream)
+        self.buffers.capture(stream)
         self.buffers.reset()
 
     @torch.inference_mode()

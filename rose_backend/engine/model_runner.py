@@ -1,11 +1,14 @@
 """One step on the device: inputs from the buffers of request slots, forward passes, next tokens.
 
 Passes over prompts are CUDA graphs, padded up to the next shape that was captured: launching a pass over a few thousand
-tokens one kernel at a time takes the host longer than the GPU needs to compute it.
+tokens one kernel at a time takes the host longer than the GPU needs to compute it. In a server a pass runs beside
+decode steps, on a stream of its own (``SideStream``).
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +41,7 @@ from rose_backend.kernels.captured_graphs import (
     download,
     upload,
 )
+from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import CausalLM
 
@@ -122,13 +126,14 @@ class PromptGraphs:
         )
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture a pass of each shape."""
+    def capture(self, stream: torch.cuda.Stream | None) -> None:
+        """Capture a pass of each shape; ``stream`` as in ``CapturedGraphs.capture``."""
         # All rows are padding: nothing is read or written for them.
         nothing, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int32)
         inputs = PassInputs(nothing, nothing, np.zeros(1, np.int32), no_rows.ravel(), no_rows)
         self._fill(self._shapes[-1].num_tokens, inputs)
-        self._graphs.capture(show_progress("capturing prompt passes", self._shapes[::-1]))
+        shapes = show_progress("capturing prompt passes", self._shapes[::-1])
+        self._graphs.capture(shapes, stream=stream)
 
     def run(self, inputs: PassInputs) -> torch.Tensor | None:
         """Replay the pass that fits; None where none does.
@@ -185,18 +190,70 @@ _DRAW_SIZES = (4, 16, 64)
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """What a pass computes of prompts."""
+
+    slots: Int32Array  # [R]
+    num_new_tokens: Int32Array  # [R]
+    token_ids: Int32Array  # [T], slot after slot
+    inputs: PassInputs
+
+
+class Hidden(NamedTuple):
+    """Outcome of a pass over ``Chunks``."""
+
+    states: torch.Tensor  # [R, E], of each slot's last token
+    is_captured: bool
+    """The states are in ``PromptGraphs.hidden``, until the next pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Outcome of a step's forward passes. ``T`` and ``R`` count what is not in the decode part."""
+    """A step's forward passes, as far as they were started."""
 
     decode_slots: Int32Array  # [D], have drawn already
     decode_step: int
     decode_rows: NDArray[np.int64]  # [D]
-    slots: Int32Array  # [R]
-    num_new_tokens: Int32Array  # [R]
-    hidden: torch.Tensor | None  # [R, E], of each request's last token
-    is_captured: bool
-    """The hidden states are in ``PromptGraphs.hidden``."""
-    token_ids: Int32Array  # [T], what was computed, slot after slot
+    chunks: Chunks | None
+    hidden: Hidden | None
+    """None without chunks, and where ``ModelRunner.side`` computes them."""
+
+
+class SideStream:
+    """The stream of passes over prompts that run beside decode steps, at most one at a time.
+
+    A pass follows the one before, and what the current stream was given before ``mark``. Whatever touches what the pass
+    touches has to follow ``join``: on the current stream, or on this one in a later pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._device = device
+        self._start, self._end = torch.cuda.Event(), torch.cuda.Event()
+        self._hidden: Hidden | None = None
+
+    def mark(self) -> None:
+        """Let the next pass follow what the current stream was given so far."""
+        self._start.record(torch.cuda.current_stream(self._device))
+
+    def begin(self, compute: Callable[[], Hidden]) -> None:
+        """Start the pass that ``compute`` enqueues."""
+        assert self._hidden is None, "the pass before was not joined"
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self._start)
+            self._hidden = compute()
+            self._end.record(self.stream)
+
+    def is_over(self) -> bool:
+        """Return whether the device has computed the pass."""
+        return self._end.query()
+
+    def join(self) -> Hidden:
+        """Let what the current stream is given from now on follow the pass; return its outcome."""
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "no pass was started"
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +294,14 @@ class ModelRunner:
         self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths)
         self.prompts: PromptGraphs | None = None
         self.first_draws: SizedGraphs | None = None
+        self.side: SideStream | None = None
+        """Computes the chunks of steps that ask for it; None on a CPU, which has no streams."""
+        if self._device.type == "cuda":
+            self.side = SideStream(self._device)
+            # The memory of a pass in flight must not be freed: other streams may get it.
+            weakref.finalize(self, self.side.stream.synchronize).atexit = False
+        # Of captured passes, and of all on that stream: the engine's own is in use beside them.
+        self._pass_workspace = Workspace()
         self._max_num_batched_tokens = config.token_budget
 
     @torch.inference_mode()
@@ -258,7 +323,9 @@ class ModelRunner:
             self._manager.block_table.shape[1],
             self._device,
         )
-        self.prompts.capture()
+        with self._pass_workspace:
+            # On their own stream: the scratch memory of cuBLAS belongs to the stream that a graph is captured on.
+            self.prompts.capture(None if self.side is None else self.side.stream)
         self.first_draws = self.make_first_draws()
         self.first_draws.capture()
 
@@ -277,44 +344,48 @@ class ModelRunner:
     def forward(self, step: Step) -> Forwarded:
         """Run the step's clones and its forward passes, which write the K/V of every token in it.
 
-        The decode part goes through fixed buffers and draws its tokens itself; all else is one separate pass.
+        The decode part goes through fixed buffers and draws its tokens itself; all else is one separate pass, after it
+        or beside it and later steps (``Step.is_pass_apart``).
         """
         plan = step.clone_plan
         if plan is not None:
             src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
             block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
-        split, decode_step, decode_rows = 0, 0, np.empty(0, np.int64)
-        if step.num_decodes:
-            split = step.num_decodes
+        side = self.side if step.is_pass_apart else None
+        if side is not None:
+            side.mark()
+        split, decode_step, decode_rows = step.num_decodes, 0, np.empty(0, np.int64)
+        if split:
             decode_step, decode_rows = self.decoder.enqueue(step.slots[:split])
-        slots, counts = step.slots[split:], step.num_new_tokens[split:]
-        hidden, token_ids, is_captured = None, np.empty(0, np.int32), False
-        if len(slots):
-            hidden, token_ids, is_captured = self._forward_chunks(slots, counts)
-        decode_slots = step.slots[:split]
-        return Forwarded(
-            decode_slots, decode_step, decode_rows, slots, counts, hidden, is_captured, token_ids
-        )
+        chunks, hidden = None, None
+        if split < len(step.slots):
+            chunks = self._make_chunks(step.slots[split:], step.num_new_tokens[split:])
+            if side is not None:
+                with self._pass_workspace:
+                    side.begin(functools.partial(self._forward_chunks, chunks.inputs))
+            else:
+                hidden = self._forward_chunks(chunks.inputs)
+        return Forwarded(step.slots[:split], decode_step, decode_rows, chunks, hidden)
 
     @torch.inference_mode()
     def sample(
-        self, forwarded: Forwarded, due: NDArray[np.intp], slots: Int32Array, sources: NDArray[np.intp]
+        self, hidden: Hidden, due: NDArray[np.intp], slots: Int32Array, sources: NDArray[np.intp]
     ) -> Drawn:
         """Draw the next token of ``slots``.
 
         Args:
-            due: ``[D]`` indices of the slots of ``forwarded`` that have computed all their tokens.
+            hidden: of a pass that the current stream has run or joined.
+            due: ``[D]`` indices in ``hidden`` of slots that have computed all their tokens.
             slots: ``[S]`` slots to draw for; several may share one distribution.
             sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
         """
-        assert forwarded.hidden is not None, "no request is due"
         state, first_tokens = self._state, self.decoder.take_first_tokens(slots)
         needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[slots]))
-        draws = self.first_draws if forwarded.is_captured and not needs_sampling_extras else None
+        draws = self.first_draws if hidden.is_captured and not needs_sampling_extras else None
         if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(slots)):
             return Drawn(download(first_tokens), None)
-        logits = self._model.compute_logits(forwarded.hidden[upload(self._device, due)[0]])
+        logits = self._model.compute_logits(hidden.states[upload(self._device, due)[0]])
         if len(slots) != len(due):
             logits = logits[upload(self._device, sources)[0]]
         params = self._sampling_tensors(slots)
@@ -355,12 +426,8 @@ class ModelRunner:
         drawn = self._sample_tokens(logits, _sampling_tensors(inputs))
         self.decoder.buffers.first_tokens[: len(logits)].copy_(drawn.token_ids)
 
-    def _forward_chunks(self, slots: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array, bool]:
-        """Compute ``counts[i]`` tokens of ``slots[i]``. Single ones are chunks, too: captured or not, one kernel.
-
-        Returns:
-            Hidden states of each request's last token, ``[R, E]``; the tokens, ``[T]``; whether the pass was captured.
-        """
+    def _make_chunks(self, slots: Int32Array, counts: Int32Array) -> Chunks:
+        """Return what a pass needs to compute ``counts[i]`` tokens of ``slots[i]``: copies, which nobody changes."""
         start = self._manager.num_computed_tokens[slots]
         ends = np.cumsum(counts, dtype=np.int64)
         slot_of_token = np.repeat(slots, counts)
@@ -374,16 +441,23 @@ class ModelRunner:
             start,
             self._manager.block_table[slots, :width],
         )
+        return Chunks(slots, counts, token_ids, inputs)
+
+    @torch.inference_mode()
+    def _forward_chunks(self, inputs: PassInputs) -> Hidden:
+        """Compute chunks. Those of one token are chunks, too: captured or not, one kernel."""
         if self.prompts is not None and (hidden := self.prompts.run(inputs)) is not None:
-            return hidden, token_ids, True
-        blocks = self._manager.block_table[slot_of_token, positions // self._block_size].astype(np.int64)
+            return Hidden(hidden, True)
+        positions, counts = inputs.positions, np.diff(inputs.query_start_loc)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        blocks = inputs.block_table[rows, positions // self._block_size].astype(np.int64)
         ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
         metadata = AttentionMetadata(
             query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0, last_tokens_only=True
         )
-        return self._model.forward(ids, where, self._kv_cache, metadata), token_ids, False
+        return Hidden(self._model.forward(ids, where, self._kv_cache, metadata), False)
 
     def _sampling_tensors(self, slots: Int32Array) -> SamplingTensors:
         inputs = self._sampling_inputs(slots)

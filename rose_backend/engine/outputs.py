@@ -28,12 +28,6 @@ class EngineStats:
     reported_prefix_cache_hits: int = 0
     """The same, each lookup's rounded down to whole blocks of at least 16 tokens: what clients may see."""
     preemptions: int = 0
-    limited_steps: int = 0
-    """Steps with fewer prompt tokens than there were, so that they stay within the step budget."""
-    raised_steps: int = 0
-    """Those of them with a larger budget than usual, because prompts would have waited too long."""
-    unlimited_steps: int = 0
-    """Steps beside decodes without a limit, because prompts would have waited too long even so."""
     clones: int = 0
     """Blocks copied because a sequence wrote into a shared, partly filled block."""
 

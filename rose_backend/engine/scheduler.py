@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +17,8 @@ from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import (
-    MAX_WAITING_LOOKED_AT,
     TOP_UP_STEPS,
     InFlightPrefixes,
-    StepBudget,
     reserve_ahead,
     top_up,
 )
@@ -63,7 +60,6 @@ class Admission:
         state: SequenceState,
         commits: DeferredCommits,
         min_tokens_worth_waiting: int | None = None,
-        step_budget: StepBudget | None = None,
     ) -> None:
         self.waiting: deque[Completion] = deque()
         self.num_reserved_slots = 0
@@ -71,7 +67,6 @@ class Admission:
         self._manager = manager
         self._state = state
         self._commits = commits
-        self._step_budget = step_budget
         self._chunked_prefill = config.chunked_prefill
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
@@ -135,7 +130,7 @@ class Admission:
             num_reserved_blocks += picked.num_new_blocks
         served = self._reserve_first_chunks(candidates)
         self.waiting.extendleft(reversed(deferred))
-        return self._assign_slots(served, is_beside_others=num_running > 0)
+        return self._assign_slots(served)
 
     def _pick(
         self,
@@ -209,11 +204,8 @@ class Admission:
         slots = np.array([candidate.slot for candidate in candidates])
         return self._manager.reserve(slots, np.array([each.num_tokens for each in candidates])).ok
 
-    def _assign_slots(
-        self, candidates: list[_Candidate], *, is_beside_others: bool
-    ) -> tuple[Int32Array, Int32Array, int]:
+    def _assign_slots(self, candidates: list[_Candidate]) -> tuple[Int32Array, Int32Array, int]:
         num_cached_tokens, now = 0, time.monotonic()
-        budget = self._step_budget if is_beside_others else None
         for candidate in candidates:
             self._state.fill(candidate.slot, candidate.completion)
             request = candidate.completion.request
@@ -221,8 +213,6 @@ class Admission:
                 request.num_cached_tokens = candidate.num_cached_tokens
                 request.scheduled_s = now
                 num_cached_tokens += candidate.num_cached_tokens
-                if budget is not None:
-                    budget.note_prompt(len(candidate.completion.token_ids), candidate.num_cached_tokens)
         slots = np.array([candidate.slot for candidate in candidates], np.int32)
         return (
             slots,
@@ -240,6 +230,8 @@ class Step:
     num_decodes: int
     """This many first slots compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
+    is_pass_apart: bool = False
+    """The other slots' pass runs beside this and later steps, until ``Scheduler.end_pass``."""
 
 
 class Scheduler:
@@ -249,7 +241,11 @@ class Scheduler:
     goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
-    together also end together, so fewer steps are part-filled. Otherwise steps with decodes may have a budget of time.
+    together also end together, so fewer steps are part-filled.
+
+    With ``overlaps_prompts``, the prompt chunks of a step with decodes are a pass apart, which runs beside this and
+    later steps. Until it is over (``end_pass``) these only decode; no request is admitted or preempted, and slots of
+    the pass that are released keep their blocks: it may still write to them.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -264,34 +260,31 @@ class Scheduler:
         input_processor: InputProcessor,
         *,
         prompts_first: bool = False,
+        overlaps_prompts: bool = False,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.counters = EngineStats()
         """What the scheduler and the step pipeline count."""
-        has_budget = config.chunked_prefill and not prompts_first
-        self.step_budget = StepBudget.of(config.step_budget_ms) if has_budget else None
-        """Gets the steps' times from the step pipeline."""
-        self._admission = Admission(
-            config, manager, state, commits, min_tokens_worth_waiting, self.step_budget
-        )
+        self._admission = Admission(config, manager, state, commits, min_tokens_worth_waiting)
         self.waiting = self._admission.waiting
         self._manager = manager
         self._state = state
         self._commits = commits
         self._input_processor = input_processor
         self._prompts_first = prompts_first
+        self._overlaps_prompts = overlaps_prompts
+        self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
-        # Prompt tokens of the step that is being scheduled, at most; None: no limit but the token budget.
-        self._max_prompt_tokens: int | None = None
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
+        self._repeated_slots: Int32Array = np.empty(0, np.int32)
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        if self._num_repeats <= 0 or self._admission.may_admit(len(self.running_slots)):
+        if self._num_repeats <= 0 or self._may_admit():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -300,7 +293,7 @@ class Scheduler:
     def top_up(self) -> None:
         """Take some blocks that running requests will soon need. Call it in every step, right before the host waits."""
         if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
-            slots, state = self.running_slots, self._state
+            slots, state = self._repeated_slots, self._state
             num_tokens = state.num_planned_tokens(slots) + (self._num_repeats + 1)
             self._may_be_short = top_up(self._manager, slots, num_tokens, state.max_num_tokens)
 
@@ -308,8 +301,8 @@ class Scheduler:
         """Reserve the next step's blocks and return its work. What was read is committed.
 
         Args:
-            num_in_flight: steps whose outcome has not been read, and completions whose stop check is open. What
-                those steps compute counts as computed.
+            num_in_flight: steps whose outcome has not been read, a pass apart included, and completions whose stop
+                check is open. What those steps compute counts as computed.
 
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
@@ -318,7 +311,7 @@ class Scheduler:
         if picked is None:
             return None
         slots, counts, was_short = picked
-        if not was_short and self.waiting:
+        if not was_short and self.waiting and not len(self._slots_in_pass):
             slots, counts = self._admit(slots, counts)
         if not len(slots):
             if (len(self.running_slots) or self.waiting) and not num_in_flight:
@@ -327,22 +320,22 @@ class Scheduler:
         if self._prompts_first:
             slots, counts = self._defer_decodes(slots, counts)
         step = self._make_step(slots, counts)
-        if self.step_budget is not None and step.num_decodes < len(slots):
-            self.step_budget.count_step()
         self._num_repeats = self._count_repeats(step)
         self._may_be_short = True
         return step
 
-    def budget_counts(self) -> dict[str, int]:
-        """Return what the step budget counts, by its name in ``EngineStats``."""
-        budget = self.step_budget
-        if budget is None:
-            return {}
-        return {
-            "limited_steps": budget.num_limited,
-            "raised_steps": budget.num_raised,
-            "unlimited_steps": budget.num_given_up,
-        }
+    def end_pass(self) -> NDArray[np.bool_]:
+        """Note that the pass apart is over: its slots take part in further steps.
+
+        Returns:
+            ``[R]`` which of its slots still have their completion.
+        """
+        slots, self._slots_in_pass = self._slots_in_pass, self._slots_in_pass[:0]
+        self._num_repeats = 0
+        is_left = np.array([self._state.completions[slot] is None for slot in slots.tolist()], np.bool_)
+        if np.count_nonzero(is_left):
+            self._manager.free(slots[is_left])
+        return ~is_left
 
     def fork_siblings(self, slots: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:
         """Split off the siblings of those slots that have just computed their prompt.
@@ -369,10 +362,10 @@ class Scheduler:
         self._state.num_cleared += len(slots)
 
     def release(self, slots: Int32Array) -> list[Completion]:
-        """Free slots; returns their completions, each with the tokens it has so far."""
+        """Free slots, those of a pass apart once it is over; returns their completions, with the tokens so far."""
         self._num_repeats = 0
         self._commits.flush(slots)
-        self._manager.free(slots)
+        self._manager.free(slots[~np.isin(slots, self._slots_in_pass)])
         self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
         self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
         self._state.num_siblings_to_fork[slots] = 0
@@ -395,11 +388,7 @@ class Scheduler:
 
         Decodes that may be left out take no room: prompts fill half of the step, or there is room for both.
         """
-        num_tokens = int(counts.sum())
-        budget = self._token_budget - num_tokens
-        if self._max_prompt_tokens is not None:
-            num_prompt_tokens = num_tokens - int(np.count_nonzero(counts == 1))
-            budget = min(budget, max(self._max_prompt_tokens - num_prompt_tokens, 0))
+        budget = self._token_budget - int(counts.sum())
         if self._prompts_first:
             num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
             budget += num_decodes if 2 * num_decodes <= self._token_budget else 0
@@ -413,12 +402,15 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        return Step(slots, counts, num_decodes, self._manager.take_clone_plan())
+        is_pass_apart = self._overlaps_prompts and 0 < num_decodes < len(slots)
+        if is_pass_apart:
+            self._slots_in_pass = slots[num_decodes:]
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), is_pass_apart)
 
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""
-        slots = step.slots
-        if step.num_decodes < len(self.running_slots):
+        self._repeated_slots = slots = step.slots[: step.num_decodes]
+        if len(slots) < len(self._running_beside_pass()):
             return 0
         planned = self._state.num_planned_tokens(slots)
         room = (
@@ -452,7 +444,6 @@ class Scheduler:
         running, remaining = self._runnable()
         budget = self._token_budget
         is_single = remaining == 1
-        self._max_prompt_tokens = self._limit_prompts(is_single, remaining)
         if is_single.all():
             return running[:budget], remaining[:budget]
         singles = running[is_single][:budget]
@@ -464,23 +455,9 @@ class Scheduler:
         counts = np.concatenate([ones, counts[fits]])
         return np.concatenate([singles, chunked[fits]]), counts
 
-    def _limit_prompts(self, is_single: NDArray[np.bool_], remaining: Int32Array) -> int | None:
-        """Return how many prompt tokens the step may compute beside its decodes; None: no limit but the token budget.
-
-        Args:
-            is_single: ``[R]`` of each running slot, oldest first, whether it has one token left to compute: it decodes.
-            remaining: ``[R]`` tokens that each has left to compute.
-        """
-        budget = self.step_budget
-        if budget is None or not budget.new_step_starts() or not is_single.any():
-            return None
-        begun = remaining[~is_single].tolist()
-        waiting = [len(each.token_ids) for each in islice(self.waiting, MAX_WAITING_LOOKED_AT + 1)]
-        return budget.max_prompt_tokens(begun, waiting) if begun or waiting else None
-
     def _runnable(self) -> tuple[Int32Array, Int32Array]:
         """Return the running slots that need not wait until a step in flight is read, and what remains of each."""
-        state, running = self._state, self.running_slots
+        state, running = self._state, self._running_beside_pass()
         is_unread = state.num_unread_tokens[running] > 0
         remaining = self._num_remaining(running)
         if not np.count_nonzero(is_unread):
@@ -491,6 +468,17 @@ class Scheduler:
         if not np.count_nonzero(waits):
             return running, remaining
         return running[~waits], remaining[~waits]
+
+    def _running_beside_pass(self) -> Int32Array:
+        """Return the running slots, beside a pass apart only those that decode."""
+        slots = self.running_slots
+        if not len(self._slots_in_pass):
+            return slots
+        slots = slots[~np.isin(slots, self._slots_in_pass)]
+        return slots[(self._num_remaining(slots) == 1) & (self._state.num_siblings_to_fork[slots] == 0)]
+
+    def _may_admit(self) -> bool:
+        return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
     def _preempt_newest(self) -> None:
         slot = self.running_slots[-1:]

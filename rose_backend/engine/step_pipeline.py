@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner
+from rose_backend.engine.model_runner import Chunks, Drawn, Hidden, ModelRunner, SideStream
 from rose_backend.engine.output_thread import (
     Ending,
     IncrementalDetokenization,
@@ -28,6 +27,11 @@ from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Array, Int64Array, SequenceState
 
 _NO_SLOTS: Int32Array = np.zeros(0, np.int32)
+_NO_ROWS: Int64Array = np.zeros(0, np.int64)
+_STEPS_BESIDE_PASS, _PASS_TOKENS_PER_STEP = 16, 64
+"""Decode steps beside a pass: so many, and one more for so many of its tokens; then they wait for it. Many could
+fill the GPU, and a pass of low priority would hardly get on. On an H100, beside 32 decodes with a context of 2,048, a
+pass of 4,096 tokens is over after 5 steps of Qwen3 0.6B or 16 of Llama 8B, and may have 80."""
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
 
 
@@ -178,12 +182,6 @@ class _StepInFlight:
     """The decode part drew again for some slots, and has a report of it."""
     drawn: Drawn | None
     is_over: torch.cuda.Event | None
-    started_s: float
-    over_s: float | None
-    """When it was over, where the host has computed it; None: to be found out when it is read. Both in the seconds of
-    ``time.perf_counter``."""
-    num_prompt_tokens: int | None
-    """That it computes beside decodes; None without decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +200,19 @@ class StepPipeline:
     ``advance`` is the whole loop: repeat the newest step or start a scheduled one, use the time until the oldest is
     over (blocks, commits, detokenization in portions), read the oldest.
 
+    A pass over prompts that is apart (``Step.is_pass_apart``) stays in flight beside several steps, on the device's
+    other stream. ``advance`` looks whether it is over before it starts a step. Then, or when there is nothing else to
+    do, first tokens are drawn behind it and the steps in flight, and the next step has them as input. So it is, too,
+    when as many steps were started beside it as its size allows: what comes next waits for it on the device.
+
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
     for the host in steady-state decode. A request that has ended takes part in up to ``depth`` more steps, and what
     those draw for it is dropped. The blocks that such a step writes may have a new owner, whose own writes are enqueued
     after it.
 
     Blocks become findable when their tokens are known and every reader is ordered after their writer: prompts when the
-    step is enqueued, drawn tokens when they are read, and at the latest before the next lookup (``DeferredCommits``).
+    step is enqueued, or when a pass apart is over; drawn tokens when they are read, and at the latest before the next
+    lookup (``DeferredCommits``).
 
     Args:
         depth: steps that may be in flight after the one that is read; 0 reads each step before the next is planned.
@@ -235,12 +239,15 @@ class StepPipeline:
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None
-        # A step's event is free again when the step has been read.
+        # Of the pass apart that is in flight, and how many more steps start beside it.
+        self._chunks: Chunks | None = None
+        self._num_steps_beside = 0
+        # A step's event is free again when the step has been read; the draws behind a pass have one, too.
         self._events: list[torch.cuda.Event] = []
+        self._num_recorded = 0
         if device.type != "cpu":
-            self._events = [torch.cuda.Event() for _ in range(depth + 2)]
+            self._events = [torch.cuda.Event() for _ in range(depth + 3)]
             self._stream = torch.cuda.current_stream(device)
-        self._last_end_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -257,6 +264,9 @@ class StepPipeline:
             What the oldest step drew; None when no step was read.
         """
         in_flight = self._in_flight
+        if len(in_flight) > self._depth:
+            # The draws behind a pass came on top, and the device has a step to compute.
+            return self._read(in_flight.popleft())
         started = self._start_next(num_unchecked)
         if started is None:
             return self._read(in_flight.popleft()) if in_flight else None
@@ -271,11 +281,14 @@ class StepPipeline:
 
     def _start_next(self, num_unchecked: int) -> _StepInFlight | None:
         """Repeat the newest step, or start a scheduled one; None when there is nothing to do now."""
+        if self._chunks is not None and self._is_pass_due():
+            self._end_pass()
         if self._newest is not None and self._scheduler.repeat():
             return self._start_again(self._newest)
-        num_ahead = len(self._in_flight) + num_unchecked
-        self._update_state(num_ahead)
-        step = self._scheduler.schedule(num_ahead)
+        step = self._schedule(num_unchecked)
+        if step is None and self._chunks is not None and not self._in_flight:
+            self._end_pass()
+            step = self._schedule(num_unchecked)
         if step is not None:
             self._newest = self._start(step)
             return self._newest
@@ -284,8 +297,15 @@ class StepPipeline:
             self._commits.flush()
         return None
 
+    def _schedule(self, num_unchecked: int) -> Step | None:
+        num_ahead = len(self._in_flight) + (self._chunks is not None) + num_unchecked
+        self._update_state(num_ahead)
+        return self._scheduler.schedule(num_ahead)
+
     def drop(self) -> None:
         """Drop the steps in flight: no request is left."""
+        if self._chunks is not None:
+            self._end_pass()
         self._in_flight.clear()
         self._incremental_detokenization.drop()
 
@@ -309,17 +329,18 @@ class StepPipeline:
 
     def _start(self, step: Step) -> _StepInFlight:
         self._count(step)
-        started_s = time.perf_counter()
         forwarded = self._runner.forward(step)
-        slots = forwarded.slots
         all_slots = decode_slots = forwarded.decode_slots.astype(np.int64)
-        drawn = None
-        if len(slots):
-            due = self._note_computed(forwarded)
-            if len(due):
-                drawn_slots, sources = self._scheduler.fork_siblings(slots[due])
-                drawn = self._runner.sample(forwarded, due, drawn_slots, sources)
-                all_slots = np.concatenate([drawn_slots, decode_slots])
+        drawn, chunks = None, forwarded.chunks
+        if step.is_pass_apart:
+            self._chunks = chunks
+            num_tokens = int(step.num_new_tokens[step.num_decodes :].sum())
+            self._num_steps_beside = _STEPS_BESIDE_PASS + num_tokens // _PASS_TOKENS_PER_STEP
+        elif chunks is not None:
+            assert forwarded.hidden is not None, "a pass that is not apart has an outcome"
+            every = np.arange(len(chunks.slots))
+            drawn_slots, drawn = self._draw_first(chunks, every, forwarded.hidden)
+            all_slots = np.concatenate([drawn_slots, decode_slots])
         return _StepInFlight(
             Batch.of(self._state, all_slots, len(decode_slots)),
             forwarded.decode_rows,
@@ -327,25 +348,61 @@ class StepPipeline:
             len(decode_slots) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
             self._record(),
-            started_s,
-            None if self._events else time.perf_counter(),
-            int(step.num_new_tokens[step.num_decodes :].sum()) if step.num_decodes else None,
         )
 
-    def _note_computed(self, forwarded: Forwarded) -> NDArray[np.intp]:
-        """Note what a step computes of prompts; returns the indices of slots that have their whole prompt then.
+    @property
+    def _side(self) -> SideStream:
+        assert self._runner.side is not None, "there is one stream only"
+        return self._runner.side
+
+    def _is_pass_due(self) -> bool:
+        self._num_steps_beside -= 1
+        return self._num_steps_beside < 0 or self._side.is_over()
+
+    def _end_pass(self) -> None:
+        """Let what follows on the main stream follow the pass apart, and draw behind it."""
+        chunks, self._chunks = self._chunks, None
+        assert chunks is not None, "no pass is in flight"
+        hidden = self._side.join()
+        live = np.flatnonzero(self._scheduler.end_pass())
+        slots, drawn = self._draw_first(chunks, live, hidden)
+        if drawn is not None:
+            batch = Batch.of(self._state, slots.astype(np.int64), 0)
+            self._in_flight.append(_StepInFlight(batch, _NO_ROWS, 0, False, drawn, self._record()))
+
+    def _draw_first(
+        self, chunks: Chunks, live: NDArray[np.intp], hidden: Hidden
+    ) -> tuple[Int32Array, Drawn | None]:
+        """Note what a pass has computed, and draw for slots that have all their tokens.
+
+        Args:
+            live: ``[L]`` indices in ``chunks`` of the slots that have their completion.
+
+        Returns:
+            ``[S]`` the slots that draw, and what they draw; None for nothing.
+        """
+        due = live[self._note_computed(chunks, live)]
+        if not len(due):
+            return _NO_SLOTS, None
+        slots, sources = self._scheduler.fork_siblings(chunks.slots[due])
+        return slots, self._runner.sample(hidden, due, slots, sources)
+
+    def _note_computed(self, chunks: Chunks, live: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Note what a pass computes of ``live`` prompts; returns the indices in ``live`` of those that are whole then.
 
         Their commits are deferred, but for slots whose count must be exact at once: the next chunk of a prompt and
         siblings start at the manager's count, and slots with stop strings hold back generated tokens only.
         """
-        slots, counts, state = forwarded.slots, forwarded.num_new_tokens, self._state
+        slots, counts, state = chunks.slots[live], chunks.num_new_tokens[live], self._state
         is_due = self._manager.num_computed_tokens[slots] + counts == state.num_tokens[slots]
         can_defer = is_due & (state.num_siblings_to_fork[slots] == 0) & ~state.has_stop_strings[slots]
         self._commits.add(slots[can_defer], counts[can_defer])
         state.version += 1  # A batch may add to its own commits only.
         if np.count_nonzero(can_defer) < len(slots):
             is_now = ~can_defer
-            token_ids = forwarded.token_ids[np.repeat(is_now, counts)]
+            is_of_now = np.zeros(len(chunks.slots), np.bool_)
+            is_of_now[live[is_now]] = True
+            token_ids = chunks.token_ids[np.repeat(is_of_now, chunks.num_new_tokens)]
             self._manager.commit(slots[is_now], counts[is_now], token_ids)
         return np.flatnonzero(is_due)
 
@@ -353,7 +410,6 @@ class StepPipeline:
         """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
         self.counters.computed_tokens += len(last.batch.slots)
-        started_s = time.perf_counter()
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
             last.batch,
@@ -362,22 +418,19 @@ class StepPipeline:
             last.needs_sampling_extras,
             None,
             self._record(),
-            started_s,
-            None if self._events else time.perf_counter(),
-            0,
         )
 
     def _record(self) -> torch.cuda.Event | None:
         """Mark this place on the device."""
         if not self._events:
             return None
-        event = self._events[self.counters.steps % len(self._events)]
+        event = self._events[self._num_recorded % len(self._events)]
+        self._num_recorded += 1
         event.record(self._stream)
         return event
 
     def _read(self, step: _StepInFlight) -> SampledTokens:
         self._wait(step)
-        self._note_time(step)
         batch, drawn = step.batch, step.drawn
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
         if drawn is not None:
@@ -407,18 +460,6 @@ class StepPipeline:
     def _wait(self, step: _StepInFlight) -> None:
         if step.is_over is not None:
             step.is_over.synchronize()
-
-    def _note_time(self, step: _StepInFlight) -> None:
-        """Tell the step budget how long a step that is over took, from the end of the one before or its own start."""
-        over_s = time.perf_counter() if step.over_s is None else step.over_s
-        start_s, self._last_end_s = max(self._last_end_s, step.started_s), over_s
-        budget = self._scheduler.step_budget
-        if budget is None or step.num_prompt_tokens is None:
-            return
-        if step.num_prompt_tokens:
-            budget.note_mixed_step(step.num_prompt_tokens, over_s - start_s)
-        else:
-            budget.note_decode_step(over_s - start_s)
 
     def _count(self, step: Step) -> None:
         slots, counts, counters, state = step.slots, step.num_new_tokens, self.counters, self._state

@@ -41,7 +41,7 @@ class CapturedGraphs(Generic[Size]):
 
         Args:
             pool: of memory, shared with other graphs that never run at the same time; None takes a new one.
-            stream: to capture on; None takes torch's own.
+            stream: to capture on, whose priority the kernels get; None takes torch's own.
         """
         if is_recording():
             for size in sizes:
@@ -124,9 +124,9 @@ class SizedGraphs:
         }
         self._graphs = CapturedGraphs[int](lambda size, _: compute(self._inputs[size].tensors))
 
-    def capture(self) -> None:
-        """Capture a call of each size."""
-        self._graphs.capture(reversed(self._sizes))
+    def capture(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Capture a call of each size; ``stream`` as in ``CapturedGraphs.capture``."""
+        self._graphs.capture(reversed(self._sizes), stream=stream)
 
     @torch.inference_mode()
     def run(self, **values: NDArray[Any]) -> bool:

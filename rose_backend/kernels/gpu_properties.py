@@ -90,7 +90,9 @@ def can_use_tma(*matrices: torch.Tensor) -> bool:
 
 
 class Workspace:
-    """Tensors that launches use in turn. All launches in one workspace must follow one another, on one stream.
+    """Tensors that launches use in turn. All launches in one workspace must follow one another.
+
+    They do on one stream; on several, events have to see to it.
 
     ``with workspace:`` lets this thread's launches use it. The tensors stay where they are for as long as it lives,
     because captured graphs hold their addresses: it has to live as long as the graphs that were captured in it.

@@ -134,17 +134,6 @@ class ServerMetrics(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found there.", hits),
             ("num_preemptions", "Running sequences that were preempted.", stats.preemptions),
-            ("num_limited_steps", "Steps whose prompts were cut to the step budget.", stats.limited_steps),
-            (
-                "num_raised_steps",
-                "Of these, steps with a larger budget because prompts queued up.",
-                stats.raised_steps,
-            ),
-            (
-                "num_unlimited_steps",
-                "Steps without a limit because prompts queued up.",
-                stats.unlimited_steps,
-            ),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
         )
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -204,7 +204,7 @@ def test_the_kv_cache_holds_all_streams_and_a_few_prompts() -> None:
         workloads.Streams(options, FACTS)
 
 
-def test_rose_runs_with_a_step_budget_beside_itself() -> None:
+def test_rose_in_vllm_runs_with_a_step_budget_beside_itself() -> None:
     arguments = ["streams", "--backends", *workloads.Streams.backends, "--compare-step-budget"]
     options = online_compare.parse_options(
         [*arguments, "--engine-options", 'rose-in-vllm={"additional_config": {"rose": {"step_budget": 12}}}']
@@ -213,11 +213,10 @@ def test_rose_runs_with_a_step_budget_beside_itself() -> None:
     for name, (backend, off) in workloads.Streams.sides(options).items():
         side = engine_options(options, backend, "model", FACTS, off)
         made[name] = rose_options(side) if backend == "rose" else vllm_options(side)
-    inside, standalone = BUDGET_AUTO["rose-in-vllm"], BUDGET_AUTO["rose"]
-    assert list(made) == [*workloads.Streams.backends, standalone, inside]
+    assert list(made) == [*workloads.Streams.backends, BUDGET_AUTO]
     assert made["rose-in-vllm"]["additional_config"] == {"rose": {"step_budget": 12}}
-    assert made[inside] == made["rose-in-vllm"] | {"additional_config": {"rose": {"step_budget": "auto"}}}
-    assert made[standalone] == made["rose"] | {"step_budget_ms": "auto"}
+    budget = {"additional_config": {"rose": {"step_budget": "auto"}}}
+    assert made[BUDGET_AUTO] == made["rose-in-vllm"] | budget
     assert "additional_config" not in made["vllm"]
     assert list(workloads.Streams.sides(online_compare.parse_options(arguments[:5]))) == arguments[2:5]
 
@@ -226,7 +225,7 @@ def test_the_table_of_streams_has_ratios_and_losses() -> None:
     options = online_compare.parse_options(["streams"])
     figures = dict.fromkeys(GAPS, 20.0) | {"tokens_per_piece": 1.25, "client_busy": 0.5, "turns": [{}] * 3}
     sides = {"vllm": {}, "rose-in-vllm": {"p99_gap_ms": 30.0, "output_throughput": 19.0}}
-    sides[BUDGET_AUTO["rose-in-vllm"]] = {"gap_tail": 7.5}
+    sides[BUDGET_AUTO] = {"gap_tail": 7.5}
     result = {
         "rows": [{"arrivals": "fixed", "backend": side, **figures, **of} for side, of in sides.items()],
         "settings": {

@@ -84,7 +84,8 @@ class RandomSteps:
             due = np.flatnonzero(rng.random(num_chunks) < 0.7)
             if len(due):
                 sources = np.sort(rng.integers(0, len(due), len(due)))
-                self._runner.sample(forwarded, due, rows[num_decodes:][due], sources)
+                assert forwarded.hidden is not None
+                self._runner.sample(forwarded.hidden, due, rows[num_decodes:][due], sources)
 
     def _size(self, most: int) -> int:
         """Return 1 to ``most``, small ones, powers of two and their neighbors more often."""

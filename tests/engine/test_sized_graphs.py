@@ -11,7 +11,7 @@ import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.decode_runner import sampling_of_rows
-from rose_backend.engine.model_runner import ModelRunner
+from rose_backend.engine.model_runner import ModelRunner, PassInputs
 from rose_backend.engine.sequence_state import SAMPLING_FIELDS
 from rose_backend.kernels.captured_graphs import Inputs, SizedGraphs
 
@@ -52,14 +52,12 @@ class EagerPrompts:
     """Computes as a captured pass does: hidden states stay in one place until the next pass."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.chunks: Any = None
         self._runner = runner
         self.hidden = torch.zeros(512, int(runner._model.config.hidden_size))
 
-    def run(self, *inputs: np.ndarray) -> torch.Tensor:
+    def run(self, inputs: PassInputs) -> torch.Tensor:
         prompts, self._runner.prompts = self._runner.prompts, None
-        rows, counts = self.chunks
-        hidden, _, _ = self._runner._forward_chunks(rows, counts)
+        hidden = self._runner._forward_chunks(inputs).states
         self._runner.prompts = prompts
         self.hidden[: len(hidden)] = hidden
         return self.hidden[: len(hidden)]
@@ -83,12 +81,6 @@ def test_first_tokens_of_captured_passes(
     llm, other = make_llm(**options), make_llm(**options)
     runner = other.core._runner
     eager = EagerPrompts(runner)
-    forward = runner._forward_chunks
-
-    def forward_chunks(rows: Any, counts: Any) -> Any:
-        eager.chunks = rows, counts
-        return forward(rows, counts)
-
     drawn: list[int] = []
     draw = runner._draw_first
 
@@ -96,7 +88,6 @@ def test_first_tokens_of_captured_passes(
         drawn.append(len(inputs["seed"]))
         draw(inputs)
 
-    monkeypatch.setattr(runner, "_forward_chunks", forward_chunks)
     monkeypatch.setattr(runner, "_draw_first", draw_first)
     runner.prompts = eager  # type: ignore[assignment]
     runner.first_draws = runner.make_first_draws()

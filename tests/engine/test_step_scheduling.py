@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rose_backend import LLM, scheduling
-from rose_backend.config import EngineConfig
-from rose_backend.engine.core import EngineCore
-from rose_backend.engine.output_thread import OutputHandler, OutputProcessor
+from rose_backend import LLM
+from rose_backend.engine.output_thread import OutputProcessor
 from rose_backend.engine.request import Request
 from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
@@ -226,145 +222,3 @@ def test_lists_of_prompt_tokens_are_made_before_texts_end(
     next(stream)
     assert was_there[0] is False and not llm.core._without_prompt_list
     stream.close()  # type: ignore[attr-defined]
-
-
-class Clock:
-    """Time that passes in steps: 10 ms, up to 40 prompt tokens beside decodes included, and 0.1 ms for each further.
-
-    Attributes:
-        parts: decodes and prompt tokens of each step but repeated ones, oldest first.
-    """
-
-    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 100.0
-        self.parts: list[tuple[int, list[int]]] = []
-        self._forward, self._enqueue_again = core._runner.forward, core._runner.decoder.enqueue_again
-        monkeypatch.setattr("rose_backend.engine.step_pipeline.time", self)
-        monkeypatch.setattr(core._runner, "forward", self._run)
-        monkeypatch.setattr(core._runner.decoder, "enqueue_again", self._run_again)
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def _run(self, step: Step) -> Any:
-        prompts = step.num_new_tokens[step.num_decodes :].tolist()
-        self.parts.append((step.num_decodes, prompts))
-        end_s = self.now_s + 10e-3 + max(sum(prompts) - 40, 0) * 0.1e-3
-        forwarded = self._forward(step)
-        # Whatever it has enqueued again.
-        self.now_s = end_s
-        return forwarded
-
-    def _run_again(self) -> Any:
-        self.now_s += 10e-3
-        return self._enqueue_again()
-
-
-@contextmanager
-def serving(
-    path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> Iterator[tuple[EngineCore, Clock]]:
-    """Yield an engine as in a server, in which a request decodes, and its clock; by default with a budget."""
-    options = {"step_budget_ms": "auto", **options}
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", prefix_cache=False, **options)
-    with closing(EngineCore(config, output_handler=OutputHandler(lambda outputs: None))) as core:
-        clock = Clock(core, monkeypatch)
-        core.add(core.input_processor.make([1] * 4, replace(GREEDY, max_tokens=800)))
-        for _ in range(20):
-            core.step()
-        yield core, clock
-        core.check_integrity()
-
-
-def send_prompts(core: EngineCore, count: int, num_tokens: int = 600, num_steps: int = 14) -> None:
-    """Send prompts one by one, as many steps apart."""
-    for index in range(count):
-        core.add(core.input_processor.make([2 + index] * num_tokens, replace(GREEDY, max_tokens=1)))
-        for _ in range(num_steps):
-            core.step()
-
-
-def chunks_of(parts: list[tuple[int, list[int]]]) -> list[int]:
-    return [sum(prompts) for num_decodes, prompts in parts if num_decodes and prompts]
-
-
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_prompts_are_cut_to_steps_of_one_and_a_half_decode_steps(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
-) -> None:
-    # Prompts of 66 ms may take 112 ms.
-    monkeypatch.setattr(scheduling, "_MAX_DELAY_IN_STEPS", 8)
-    with serving(tiny_model_path, monkeypatch, run_ahead=run_ahead) as (core, clock):
-        send_prompts(core, 18)
-        chunks = chunks_of(clock.parts)
-        # Rare and unknown at first; then 15 ms, which are 90 tokens.
-        assert chunks[:5] == [600] * 5
-        assert chunks[-8:] == [80] * 7 + [40]
-        stats = core.stats
-        assert stats.limited_steps > 40 and stats.raised_steps < 10 and stats.unlimited_steps == 0
-
-
-@pytest.mark.parametrize("option", ["off", "auto"])
-def test_without_a_budget_or_without_chunks_prompts_are_whole(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
-    with serving(tiny_model_path, monkeypatch, step_budget_ms=option, chunked_prefill=option == "off") as (
-        core,
-        clock,
-    ):
-        send_prompts(core, 18)
-        assert chunks_of(clock.parts) == [600] * 18
-        assert core.stats.limited_steps == 0
-
-
-def test_a_budget_of_milliseconds_holds_at_once(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(tiny_model_path, monkeypatch, step_budget_ms=13) as (core, clock):
-        # More than one step can admit: what waits counts, and changes nothing.
-        send_prompts(core, 8, num_steps=2)
-        for _ in range(120):
-            core.step()
-        chunks = chunks_of(clock.parts)
-        assert sum(chunks) == 8 * 600 and chunks[0] == 512
-        # 13 ms are 70 tokens.
-        assert max(chunks[10:]) == 64
-        assert core.stats.limited_steps > 50
-
-
-def test_time_between_steps_is_no_part_of_one(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[float] = []
-    with serving(tiny_model_path, monkeypatch) as (core, clock):
-        monkeypatch.setattr(core._scheduler.step_budget, "note_decode_step", noted.append)
-        for _ in range(3):
-            clock.now_s += 50.0
-            core.step()
-    assert noted == pytest.approx([10e-3] * 3)
-
-
-def test_offline_prompts_have_no_budget(make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm(step_budget_ms=1)
-    llm.generate([[9] * 300, [8] * 500], replace(GREEDY, max_tokens=3))
-    assert llm.core._scheduler.step_budget is None and llm.stats.limited_steps == 0
-
-
-def test_waiting_prompts_are_told_as_far_as_they_are_looked_at(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(tiny_model_path, monkeypatch) as (core, clock):
-        send_prompts(core, 12)
-        asked: list[tuple[list[int], list[int]]] = []
-        budget = core._scheduler.step_budget
-        assert budget is not None
-        decide = budget.max_prompt_tokens
-
-        def asking(begun: list[int], waiting: list[int]) -> int | None:
-            asked.append((begun, waiting))
-            return decide(begun, waiting)
-
-        monkeypatch.setattr(budget, "max_prompt_tokens", asking)
-        for index in range(80):
-            core.add(core.input_processor.make([2 + index] * 30, replace(GREEDY, max_tokens=1)))
-        core.step()
-        assert asked[-1] == ([], [30] * 65) and chunks_of(clock.parts)[-1] > 1000
-        assert core.stats.unlimited_steps == 1
