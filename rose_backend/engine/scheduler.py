@@ -245,7 +245,8 @@ class Scheduler:
 
     With ``overlaps_prompts``, the prompt chunks of a step with decodes are a pass apart, which runs beside this and
     later steps. Until it is over (``end_pass``) these only decode; no request is admitted or preempted, and slots of
-    the pass that are released keep their blocks: it may still write to them.
+    the pass that are released keep their blocks: it may still write to them. While further requests wait, prompts are
+    computed before the next decodes instead: a pass takes longer beside decodes, and fewer of these would be batched.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -402,7 +403,7 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        is_pass_apart = self._overlaps_prompts and 0 < num_decodes < len(slots)
+        is_pass_apart = self._overlaps_prompts and 0 < num_decodes < len(slots) and not self.waiting
         if is_pass_apart:
             self._slots_in_pass = slots[num_decodes:]
         return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), is_pass_apart)
