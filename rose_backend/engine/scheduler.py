@@ -17,6 +17,7 @@ from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import (
+    MAX_PROMPT_TOKENS_AMONG_DECODES,
     TOP_UP_STEPS,
     InFlightPrefixes,
     reserve_ahead,
@@ -245,8 +246,9 @@ class Scheduler:
 
     With ``overlaps_prompts``, the prompt chunks of a step with decodes are a pass apart, which runs beside this and
     later steps. Until it is over (``end_pass``) these only decode; no request is admitted or preempted, and slots of
-    the pass that are released keep their blocks: it may still write to them. While further requests wait, prompts are
-    computed before the next decodes instead: a pass takes longer beside decodes, and fewer of these would be batched.
+    the pass that are released keep their blocks: it may still write to them. Prompts are computed before the next
+    decodes instead where they are short, see ``MAX_PROMPT_TOKENS_AMONG_DECODES``, and while further requests wait: a
+    pass takes longer beside decodes, so fewer requests would decode at once.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -403,10 +405,15 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        is_pass_apart = self._overlaps_prompts and 0 < num_decodes < len(slots) and not self.waiting
+        is_pass_apart = (
+            self._overlaps_prompts and num_decodes > 0 and self._is_worth_a_pass(counts[num_decodes:])
+        )
         if is_pass_apart:
             self._slots_in_pass = slots[num_decodes:]
         return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), is_pass_apart)
+
+    def _is_worth_a_pass(self, counts: Int32Array) -> bool:
+        return not self.waiting and int(counts.sum()) > MAX_PROMPT_TOKENS_AMONG_DECODES
 
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine import step_pipeline
+from rose_backend.engine import scheduler, step_pipeline
 from rose_backend.engine.core import EngineCore
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
@@ -30,6 +30,12 @@ class Switch:
 
     def __call__(self, num_looks: int) -> bool:
         return self.is_on
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute prompts of any length beside decodes."""
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 0)
 
 
 @pytest.fixture
@@ -122,16 +128,42 @@ def test_long_prompts_take_one_pass_after_the_other(make_apart: Callable[..., An
     core, side, switch = make_apart(max_num_batched_tokens=34, prefix_cache=False)
     switch.is_on = True
     before = core.stats.steps
-    for index in range(2):
-        core.add(core.input_processor.make([7 + index] * 70, GREEDY, request_id=f"new {index}"))
+    core.add(core.input_processor.make([7] * 140, GREEDY, request_id="new"))
     while core.num_waiting or side.is_busy or not side.num_begun:
         core.step()
         core.check_integrity()
     # 32 tokens beside the texts in each; the request that waits for its next pass does not hold them up.
     assert side.num_begun == 5 and core.stats.steps - before <= 7
-    texts = finish(core)
+    assert finish(core)["new"] == alone(llm, [7] * 140, GREEDY)
+
+
+def test_prompts_come_before_decodes_while_further_requests_wait(
+    make_apart: Callable[..., Any], llm: LLM
+) -> None:
+    core, side, switch = make_apart(max_num_seqs=3)
     for index in range(2):
-        assert texts[f"new {index}"] == alone(llm, [7 + index] * 70, GREEDY)
+        core.add(core.input_processor.make([7 + index] * 50, GREEDY, request_id=f"new {index}"))
+    for _ in range(3):
+        core.step()
+    assert side.num_begun == 0 and core.num_waiting == 1
+    # Nobody waits behind the second one.
+    switch.is_on = True
+    texts = finish(core)
+    assert side.num_begun == 1
+    for index in range(2):
+        assert texts[f"new {index}"] == alone(llm, [7 + index] * 50, GREEDY)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_apart"), [(20, False), (21, True)])
+def test_short_prompts_come_before_decodes(
+    make_apart: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_tokens: int, is_apart: bool
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 20)
+    core, side, _ = make_apart()
+    core.add(core.input_processor.make([7] * num_tokens, GREEDY))
+    for _ in range(3):
+        core.step()
+    assert side.num_begun == is_apart
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["nobody else is in the pass", "another one is in the pass"])
@@ -246,7 +278,7 @@ def test_a_failed_pass_ends_the_engine(
 def test_arrivals_and_aborts_beside_passes(
     make_llm: Callable[..., LLM], llm: LLM, is_late: bool, run_ahead: int, num_blocks: int
 ) -> None:
-    prompts, params = crowd(60, seed=8, max_tokens=20)
+    prompts, params = crowd(90, seed=8, max_tokens=20)
     expected = tokens_of(llm, prompts, params)
     rng = random.Random(10 * run_ahead + is_late)
     num_others = count_completions()
@@ -257,7 +289,7 @@ def test_arrivals_and_aborts_beside_passes(
     arrivals, num_aborted, num_aborted_in_pass = list(range(len(prompts)))[::-1], 0, 0
     seen: dict[str, list[list[int]]] = {}
     while arrivals or core.num_unfinished:
-        for _ in range(rng.choice((0, 0, 1, 2))):
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
             if arrivals:
                 index = arrivals.pop()
                 core.add(core.input_processor.make(prompts[index], params[index], request_id=str(index)))
@@ -273,6 +305,6 @@ def test_arrivals_and_aborts_beside_passes(
         for output in core.step():
             seen[output.request_id] = [completion.token_ids for completion in output.outputs]
         core.check_integrity()
-    assert len(seen) + num_aborted == len(prompts) and num_aborted_in_pass > 3 and side.num_begun > 10
+    assert len(seen) + num_aborted == len(prompts) and num_aborted_in_pass > 1 and side.num_begun > 6
     assert seen == {name: expected[int(name)] for name in seen}
     assert_idle(core, num_others=num_others)

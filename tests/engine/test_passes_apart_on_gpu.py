@@ -13,6 +13,7 @@ import pytest
 
 from rose_backend import LLM, RequestOutput, SamplingParams
 from rose_backend.config import EngineConfig
+from rose_backend.engine import scheduler
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.output_thread import OutputHandler
 from tests.support.crowd import crowd, tokens_of
@@ -93,6 +94,12 @@ class Server:
         return is_over
 
 
+@pytest.fixture(autouse=True)
+def short_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute prompts of any length beside decodes."""
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 0)
+
+
 @pytest.fixture(scope="module")
 def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_gpt2_124m(tmp_path_factory.mktemp("gpt2_124m"))
@@ -158,7 +165,7 @@ def test_greedy_texts_beside_others_are_those_of_requests_alone(
                 num_checked += 1
         assert not wrong, f"{len(wrong)} of {num_checked}: " + "\n".join(wrong[:10])
         assert num_checked > NUM_ROUNDS * len(prompts) // 2
-        assert server.num_begun > 10 * NUM_ROUNDS
+        assert server.num_begun > 4 * NUM_ROUNDS
         # Or nothing was shown. Launching a pass without a graph takes longer than computing it.
         assert server.num_waited > 0 or options
         assert server.core.manager.num_free_blocks == server.core.manager.num_usable_blocks
@@ -177,4 +184,4 @@ def test_texts_of_all_kinds_beside_others(tiny_model_path: Path) -> None:
             for index in set(range(len(prompts))) - aborted:
                 tokens = [each.token_ids for each in server.outputs[f"{name} {index}"].outputs]
                 assert tokens == expected[index], f"request {index}: {params[index]}"
-        assert server.num_begun > 10 * NUM_ROUNDS
+        assert server.num_begun > 2 * NUM_ROUNDS
