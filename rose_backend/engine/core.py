@@ -288,7 +288,7 @@ class EngineCore:
             commits,
             self.input_processor,
             prompts_first=self._returns_outputs,
-            overlaps_prompts=self._runner.side is not None and not self._returns_outputs,
+            may_overlap=None if self._returns_outputs else self._runner.can_overlap,
             min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.kv_cache.device),
         )
         self._pipeline = StepPipeline(

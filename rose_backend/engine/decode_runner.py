@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -403,6 +404,16 @@ def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
 _HIGH_PRIORITY = -1
 """Of a CUDA stream; streams have 0 unless told otherwise."""
 
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that decode steps of all engines are captured on: cuBLAS keeps scratch memory for each stream.
+
+    A graph's kernels keep the priority of the stream it was captured on: decode steps come before a side pass.
+    """
+    return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+
+
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
 
@@ -471,9 +482,7 @@ class DecodeRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture a step of each of ``widths``."""
-        # A graph's kernels keep the priority of the stream it was captured on: decode steps come before a pass over
-        # prompts that runs beside them. Nor do both share the scratch memory of cuBLAS, which is that stream's, too.
-        stream = None if is_recording() else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        stream = None if is_recording() else _capture_stream(self._device)
         self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), stream=stream)
         self.buffers.capture(stream)
         self.buffers.reset()

@@ -70,10 +70,9 @@ def choose_num_blocks(
 def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Return an upper bound of what the largest step takes in addition to weights and KV pool.
 
-    Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own, and so do those of
-    the second stream where nothing is captured. Logits, 24 bytes each: float32 raw, scaled, sorted and of captured
-    steps, and int64 indices. Prompt masks and output counts for penalties, 5 bytes per request slot and token of the
-    vocabulary, and as much again for one step. Plus 256 MiB.
+    Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
+    each: float32 raw, scaled, sorted and of captured steps, and int64 indices. Prompt masks and output counts for
+    penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
     num_rows = min(config.max_num_seqs, config.token_budget)

@@ -135,17 +135,21 @@ class PromptGraphs:
         shapes = show_progress("capturing prompt passes", self._shapes[::-1])
         self._graphs.capture(shapes, stream=stream)
 
+    def shape_for(self, num_tokens: int, num_rows: int) -> PassShape | None:
+        """Return the shape of the pass that so many tokens of so many prompts take; None where none fits."""
+        fitting = (
+            shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
+        )
+        return next(fitting, None)
+
     def run(self, inputs: PassInputs) -> torch.Tensor | None:
         """Replay the pass that fits; None where none does.
 
         Returns:
             Hidden states of each row's last token, ``[R, E]``, until the next call.
         """
-        num_tokens, num_rows = len(inputs.input_ids), len(inputs.num_computed_tokens)
-        fitting = (
-            shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
-        )
-        shape = next(fitting, None)
+        num_rows = len(inputs.num_computed_tokens)
+        shape = self.shape_for(len(inputs.input_ids), num_rows)
         if shape is None:
             return None
         self._fill(shape.num_tokens, inputs)
@@ -300,7 +304,7 @@ class ModelRunner:
             self.side = SideStream(self._device)
             # The memory of a pass in flight must not be freed: other streams may get it.
             weakref.finalize(self, self.side.stream.synchronize).atexit = False
-        # Of captured passes, and of all on that stream: the engine's own is in use beside them.
+        # Of captured passes: the engine's own is in use beside them.
         self._pass_workspace = Workspace()
         self._max_num_batched_tokens = config.token_budget
 
@@ -340,19 +344,28 @@ class ModelRunner:
         sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_rows)
         return SizedGraphs(self._draw_first, fields, sizes, self._device)
 
+    def can_overlap(self, num_decodes: int, num_tokens: int, num_prompts: int) -> bool:
+        """Return whether a pass over prompts can run beside decode steps: only captured kernels have a priority."""
+        return (
+            self.side is not None
+            and self.prompts is not None
+            and num_decodes <= self.decoder.widths[-1]
+            and self.prompts.shape_for(num_tokens, num_prompts) is not None
+        )
+
     @torch.inference_mode()
     def forward(self, step: Step) -> Forwarded:
         """Run the step's clones and its forward passes, which write the K/V of every token in it.
 
         The decode part goes through fixed buffers and draws its tokens itself; all else is one separate pass, after it
-        or beside it and later steps (``Step.is_pass_apart``).
+        or beside it and later steps (``Step.has_side_pass``).
         """
         plan = step.clone_plan
         if plan is not None:
             src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
             block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
-        side = self.side if step.is_pass_apart else None
+        side = self.side if step.has_side_pass else None
         if side is not None:
             side.mark()
         split, decode_step, decode_rows = step.num_decodes, 0, np.empty(0, np.int64)
@@ -362,8 +375,7 @@ class ModelRunner:
         if split < len(step.slots):
             chunks = self._make_chunks(step.slots[split:], step.num_new_tokens[split:])
             if side is not None:
-                with self._pass_workspace:
-                    side.begin(functools.partial(self._forward_chunks, chunks.inputs))
+                side.begin(functools.partial(self._forward_chunks, chunks.inputs))
             else:
                 hidden = self._forward_chunks(chunks.inputs)
         return Forwarded(step.slots[:split], decode_step, decode_rows, chunks, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -231,7 +232,7 @@ class Step:
     num_decodes: int
     """This many first slots compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
-    is_pass_apart: bool = False
+    has_side_pass: bool = False
     """The other slots' pass runs beside this and later steps, until ``Scheduler.end_pass``."""
 
 
@@ -244,11 +245,12 @@ class Scheduler:
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled.
 
-    With ``overlaps_prompts``, the prompt chunks of a step with decodes are a pass apart, which runs beside this and
-    later steps. Until it is over (``end_pass``) these only decode; no request is admitted or preempted, and slots of
-    the pass that are released keep their blocks: it may still write to them. Prompts are computed before the next
-    decodes instead where they are short, see ``MAX_PROMPT_TOKENS_AMONG_DECODES``, and while further requests wait: a
-    pass takes longer beside decodes, so fewer requests would decode at once.
+    With ``may_overlap``, which is given numbers of decodes, prompt tokens and prompts, the prompt chunks of a step with
+    decodes are a *side pass*, which runs beside this and later steps. Until it is over (``end_pass``) they only decode;
+    no request is admitted or preempted, and slots of the pass that are released keep their blocks: it may still write
+    to them. Prompts are computed before the next decodes instead where they are short, see
+    ``MAX_PROMPT_TOKENS_AMONG_DECODES``, and while further requests wait: a pass takes longer beside decodes, so fewer
+    requests would decode at once.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -263,7 +265,7 @@ class Scheduler:
         input_processor: InputProcessor,
         *,
         prompts_first: bool = False,
-        overlaps_prompts: bool = False,
+        may_overlap: Callable[[int, int, int], bool] | None = None,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.counters = EngineStats()
@@ -275,7 +277,7 @@ class Scheduler:
         self._commits = commits
         self._input_processor = input_processor
         self._prompts_first = prompts_first
-        self._overlaps_prompts = overlaps_prompts
+        self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
         self.running_slots: Int32Array = np.empty(0, np.int32)
@@ -304,7 +306,7 @@ class Scheduler:
         """Reserve the next step's blocks and return its work. What was read is committed.
 
         Args:
-            num_in_flight: steps whose outcome has not been read, a pass apart included, and completions whose stop
+            num_in_flight: steps whose outcome has not been read, a side pass included, and completions whose stop
                 check is open. What those steps compute counts as computed.
 
         Returns:
@@ -328,7 +330,9 @@ class Scheduler:
         return step
 
     def end_pass(self) -> NDArray[np.bool_]:
-        """Note that the pass apart is over: its slots take part in further steps.
+        """Note that the side pass is over, or that all later work follows it on the device.
+
+        Its slots take part in further steps.
 
         Returns:
             ``[R]`` which of its slots still have their completion.
@@ -365,7 +369,7 @@ class Scheduler:
         self._state.num_cleared += len(slots)
 
     def release(self, slots: Int32Array) -> list[Completion]:
-        """Free slots, those of a pass apart once it is over; returns their completions, with the tokens so far."""
+        """Free slots, those of a side pass once it is over; returns their completions, with the tokens so far."""
         self._num_repeats = 0
         self._commits.flush(slots)
         self._manager.free(slots[~np.isin(slots, self._slots_in_pass)])
@@ -405,15 +409,21 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        is_pass_apart = (
-            self._overlaps_prompts and num_decodes > 0 and self._is_worth_a_pass(counts[num_decodes:])
-        )
-        if is_pass_apart:
+        has_side_pass = self._has_side_pass(num_decodes, counts[num_decodes:])
+        if has_side_pass:
             self._slots_in_pass = slots[num_decodes:]
-        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), is_pass_apart)
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass)
 
-    def _is_worth_a_pass(self, counts: Int32Array) -> bool:
-        return not self.waiting and int(counts.sum()) > MAX_PROMPT_TOKENS_AMONG_DECODES
+    def _has_side_pass(self, num_decodes: int, counts: Int32Array) -> bool:
+        """Return whether prompt chunks of ``counts`` tokens run beside ``num_decodes``."""
+        num_tokens = int(counts.sum())
+        return (
+            self._may_overlap is not None
+            and num_decodes > 0
+            and num_tokens > MAX_PROMPT_TOKENS_AMONG_DECODES
+            and not self.waiting
+            and self._may_overlap(num_decodes, num_tokens, len(counts))
+        )
 
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""
@@ -478,7 +488,7 @@ class Scheduler:
         return running[~waits], remaining[~waits]
 
     def _running_beside_pass(self) -> Int32Array:
-        """Return the running slots, beside a pass apart only those that decode."""
+        """Return the running slots, beside a side pass only those that decode."""
         slots = self.running_slots
         if not len(self._slots_in_pass):
             return slots

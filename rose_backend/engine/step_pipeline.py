@@ -29,9 +29,9 @@ from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Arra
 _NO_SLOTS: Int32Array = np.zeros(0, np.int32)
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)
 _STEPS_BESIDE_PASS, _PASS_TOKENS_PER_STEP = 16, 64
-"""Decode steps beside a pass: so many, and one more for so many of its tokens; then they wait for it. Many could
-fill the GPU, and a pass of low priority would hardly get on. On an H100, beside 32 decodes with a context of 2,048, a
-pass of 4,096 tokens is over after 5 steps of Qwen3 0.6B or 16 of Llama 8B, and may have 80."""
+"""At most 16 decode steps, and one for every 64 tokens of the pass, start beside a side pass; later ones wait for it.
+Many decodes could fill the GPU, and a pass of low priority would hardly progress. On an H100, beside 32 decodes with a
+context of 2,048, a pass of 4,096 tokens is over after 5 steps of Qwen3 0.6B or 16 of Llama 8B; the limit is 80."""
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
 
 
@@ -200,7 +200,7 @@ class StepPipeline:
     ``advance`` is the whole loop: repeat the newest step or start a scheduled one, use the time until the oldest is
     over (blocks, commits, detokenization in portions), read the oldest.
 
-    A pass over prompts that is apart (``Step.is_pass_apart``) stays in flight beside several steps, on the device's
+    A pass over prompts beside decode steps (``Step.has_side_pass``) stays in flight for several steps, on the device's
     other stream. ``advance`` looks whether it is over before it starts a step. Then, or when there is nothing else to
     do, first tokens are drawn behind it and the steps in flight, and the next step has them as input. So it is, too,
     when as many steps were started beside it as its size allows: what comes next waits for it on the device.
@@ -211,7 +211,7 @@ class StepPipeline:
     after it.
 
     Blocks become findable when their tokens are known and every reader is ordered after their writer: prompts when the
-    step is enqueued, or when a pass apart is over; drawn tokens when they are read, and at the latest before the next
+    step is enqueued, or when a side pass is over; drawn tokens when they are read, and at the latest before the next
     lookup (``DeferredCommits``).
 
     Args:
@@ -239,7 +239,7 @@ class StepPipeline:
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None
-        # Of the pass apart that is in flight, and how many more steps start beside it.
+        # Of the side pass that is in flight, and how many more steps start beside it.
         self._chunks: Chunks | None = None
         self._num_steps_beside = 0
         # A step's event is free again when the step has been read; the draws behind a pass have one, too.
@@ -332,12 +332,12 @@ class StepPipeline:
         forwarded = self._runner.forward(step)
         all_slots = decode_slots = forwarded.decode_slots.astype(np.int64)
         drawn, chunks = None, forwarded.chunks
-        if step.is_pass_apart:
+        if step.has_side_pass:
             self._chunks = chunks
             num_tokens = int(step.num_new_tokens[step.num_decodes :].sum())
             self._num_steps_beside = _STEPS_BESIDE_PASS + num_tokens // _PASS_TOKENS_PER_STEP
         elif chunks is not None:
-            assert forwarded.hidden is not None, "a pass that is not apart has an outcome"
+            assert forwarded.hidden is not None, "a pass on the main stream has an outcome"
             every = np.arange(len(chunks.slots))
             drawn_slots, drawn = self._draw_first(chunks, every, forwarded.hidden)
             all_slots = np.concatenate([drawn_slots, decode_slots])
@@ -360,7 +360,7 @@ class StepPipeline:
         return self._num_steps_beside < 0 or self._side.is_over()
 
     def _end_pass(self) -> None:
-        """Let what follows on the main stream follow the pass apart, and draw behind it."""
+        """Let what follows on the main stream follow the side pass, and draw behind it."""
         chunks, self._chunks = self._chunks, None
         assert chunks is not None, "no pass is in flight"
         hidden = self._side.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rose_backend import LLM, RequestOutput, SamplingParams
 from rose_backend.config import EngineConfig
@@ -23,13 +24,12 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 NUM_ROUNDS = 12
+SLEEP_CYCLES = 3_000_000
+"""Of the GPU's clock, about 2 ms: a few decode steps."""
 TIE = {"float32": 1e-3, "bfloat16": 0.5}
 """Greater leads of the likeliest token are no matter of how sums are rounded, which depends on who is beside."""
 PATHS: list[dict[str, Any]] = [
     {},
-    {"cuda_graph": False},
-    {"fused_kv_append": False},
-    {"fused_sampler": False},
     {"prefix_cache": False},
     {"max_num_batched_tokens": 300},
     {"run_ahead": 0},
@@ -85,8 +85,15 @@ class Server:
         self.outputs |= {output.request_id: output for output in outputs if output.finished}
 
     def _count(self, compute: Callable[[], Any]) -> None:
+        def late() -> Any:
+            # The small model's passes would be over before the next step: they read and write late.
+            torch.cuda._sleep(SLEEP_CYCLES)
+            outcome = compute()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            return outcome
+
         self.num_begun += 1
-        self._begin(compute)
+        self._begin(late)
 
     def _look(self) -> bool:
         is_over = self._is_over()
@@ -166,8 +173,8 @@ def test_greedy_texts_beside_others_are_those_of_requests_alone(
         assert not wrong, f"{len(wrong)} of {num_checked}: " + "\n".join(wrong[:10])
         assert num_checked > NUM_ROUNDS * len(prompts) // 2
         assert server.num_begun > 4 * NUM_ROUNDS
-        # Or nothing was shown. Launching a pass without a graph takes longer than computing it.
-        assert server.num_waited > 0 or options
+        # Or nothing was shown.
+        assert server.num_waited > server.num_begun
         assert server.core.manager.num_free_blocks == server.core.manager.num_usable_blocks
 
 

@@ -16,7 +16,7 @@ from rose_backend.engine.core import EngineCore
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of
-from tests.support.passes_apart import SideSteps, serve_apart
+from tests.support.side_passes import SideSteps, serve_with_side_passes
 from tests.support.soak import assert_idle, count_completions
 
 LONG = replace(GREEDY, max_tokens=60)
@@ -39,13 +39,13 @@ def short_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_apart(make_llm: Callable[..., LLM]) -> Callable[..., tuple[EngineCore, SideSteps, Switch]]:
+def make_server(make_llm: Callable[..., LLM]) -> Callable[..., tuple[EngineCore, SideSteps, Switch]]:
     """Return a function that makes an engine in which two requests decode, passes over when the switch is on."""
 
     def make(num_texts: int = 2, **options: Any) -> tuple[EngineCore, SideSteps, Switch]:
         switch = Switch()
         side = SideSteps(switch)
-        core = serve_apart(make_llm(**{"max_num_seqs": 8, "run_ahead": 1, **options}), side)
+        core = serve_with_side_passes(make_llm(**{"max_num_seqs": 8, "run_ahead": 1, **options}), side)
         for index in range(num_texts):
             core.add(core.input_processor.make([index + 1] * 10, LONG, request_id=f"text {index}"))
         for _ in range(4):
@@ -70,9 +70,9 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
 def test_texts_go_on_beside_a_pass_and_its_requests_join_when_it_is_over(
-    make_apart: Callable[..., Any], llm: LLM, run_ahead: int, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[..., Any], llm: LLM, run_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, side, switch = make_apart(run_ahead=run_ahead)
+    core, side, switch = make_server(run_ahead=run_ahead)
     newcomer = core.input_processor.make([7] * 50, GREEDY, request_id="new")
     core.add(newcomer)
     make_step, planned = core._scheduler._make_step, []
@@ -104,10 +104,36 @@ def test_texts_go_on_beside_a_pass_and_its_requests_join_when_it_is_over(
     assert texts == {f"text {index}": alone(llm, [index + 1] * 10, LONG) for index in range(2)}
 
 
-def test_requests_wait_for_the_pass_in_flight_and_find_what_it_has_computed(
-    make_apart: Callable[..., Any], llm: LLM
+def test_steps_beside_a_pass_are_repeated_while_requests_wait(
+    make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, side, switch = make_apart()
+    core, side, _ = make_server()
+    core.add(core.input_processor.make([7] * 50, GREEDY))
+    core.step()
+    core.add(core.input_processor.make([8] * 50, GREEDY))
+    monkeypatch.setattr(core._scheduler, "_make_step", None)
+    for _ in range(8):
+        core.step()
+    assert side.is_busy and core.num_waiting == 1
+
+
+def test_a_pass_does_not_wait_for_the_step_that_it_runs_beside(
+    make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, side, _ = make_server()
+    enqueue, marked = core._runner.decoder.enqueue, []
+    monkeypatch.setattr(
+        core._runner.decoder, "enqueue", lambda slots: marked.append(side.is_marked) or enqueue(slots)
+    )
+    core.add(core.input_processor.make([7] * 50, GREEDY))
+    core.step()
+    assert side.num_begun == 1 and marked == [True]
+
+
+def test_requests_wait_for_the_pass_in_flight_and_find_what_it_has_computed(
+    make_server: Callable[..., Any], llm: LLM
+) -> None:
+    core, side, switch = make_server()
     core.add(core.input_processor.make([*[7] * 64, 5, 5], GREEDY, request_id="first"))
     core.step()
     core.add(core.input_processor.make([*[7] * 64, 9], GREEDY, request_id="second"))
@@ -124,8 +150,8 @@ def test_requests_wait_for_the_pass_in_flight_and_find_what_it_has_computed(
     assert texts["second"] == alone(llm, [*[7] * 64, 9], GREEDY)
 
 
-def test_long_prompts_take_one_pass_after_the_other(make_apart: Callable[..., Any], llm: LLM) -> None:
-    core, side, switch = make_apart(max_num_batched_tokens=34, prefix_cache=False)
+def test_long_prompts_take_one_pass_after_the_other(make_server: Callable[..., Any], llm: LLM) -> None:
+    core, side, switch = make_server(max_num_batched_tokens=34, prefix_cache=False)
     switch.is_on = True
     before = core.stats.steps
     core.add(core.input_processor.make([7] * 140, GREEDY, request_id="new"))
@@ -138,9 +164,9 @@ def test_long_prompts_take_one_pass_after_the_other(make_apart: Callable[..., An
 
 
 def test_prompts_come_before_decodes_while_further_requests_wait(
-    make_apart: Callable[..., Any], llm: LLM
+    make_server: Callable[..., Any], llm: LLM
 ) -> None:
-    core, side, switch = make_apart(max_num_seqs=3)
+    core, side, switch = make_server(max_num_seqs=3)
     for index in range(2):
         core.add(core.input_processor.make([7 + index] * 50, GREEDY, request_id=f"new {index}"))
     for _ in range(3):
@@ -154,23 +180,23 @@ def test_prompts_come_before_decodes_while_further_requests_wait(
         assert texts[f"new {index}"] == alone(llm, [7 + index] * 50, GREEDY)
 
 
-@pytest.mark.parametrize(("num_tokens", "is_apart"), [(20, False), (21, True)])
+@pytest.mark.parametrize(("num_tokens", "is_beside"), [(20, False), (21, True)])
 def test_short_prompts_come_before_decodes(
-    make_apart: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_tokens: int, is_apart: bool
+    make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_tokens: int, is_beside: bool
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 20)
-    core, side, _ = make_apart()
+    core, side, _ = make_server()
     core.add(core.input_processor.make([7] * num_tokens, GREEDY))
     for _ in range(3):
         core.step()
-    assert side.num_begun == is_apart
+    assert side.num_begun == is_beside
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["nobody else is in the pass", "another one is in the pass"])
 def test_what_an_aborted_request_held_is_free_when_its_pass_is_over(
-    make_apart: Callable[..., Any], llm: LLM, others: int
+    make_server: Callable[..., Any], llm: LLM, others: int
 ) -> None:
-    core, side, switch = make_apart(num_blocks=12, max_model_len=128)
+    core, side, switch = make_server(num_blocks=12, max_model_len=128)
     core.add(core.input_processor.make([7] * 60, GREEDY, request_id="aborted"))
     for index in range(others):
         core.add(core.input_processor.make([9] * 20, GREEDY, request_id=f"other {index}"))
@@ -198,9 +224,9 @@ def test_what_an_aborted_request_held_is_free_when_its_pass_is_over(
 
 
 def test_the_last_request_leaves_nothing_behind_while_its_pass_is_in_flight(
-    make_apart: Callable[..., Any],
+    make_server: Callable[..., Any],
 ) -> None:
-    core, side, _ = make_apart()
+    core, side, _ = make_server()
     core.add(core.input_processor.make([7] * 60, replace(GREEDY, n=3, temperature=1.0), request_id="last"))
     core.step()
     for name in ("text 0", "last", "text 1"):
@@ -211,9 +237,9 @@ def test_the_last_request_leaves_nothing_behind_while_its_pass_is_in_flight(
 
 
 def test_a_pass_is_waited_for_where_there_is_nothing_else_to_do(
-    make_apart: Callable[..., Any], llm: LLM
+    make_server: Callable[..., Any], llm: LLM
 ) -> None:
-    core, side, _ = make_apart()
+    core, side, _ = make_server()
     core.add(core.input_processor.make([7] * 60, GREEDY, request_id="last"))
     core.step()
     assert side.is_busy
@@ -224,9 +250,9 @@ def test_a_pass_is_waited_for_where_there_is_nothing_else_to_do(
 
 @pytest.mark.parametrize("num_tokens", [50, 200])
 def test_a_pass_that_takes_too_long_is_waited_for(
-    make_apart: Callable[..., Any], llm: LLM, num_tokens: int
+    make_server: Callable[..., Any], llm: LLM, num_tokens: int
 ) -> None:
-    core, side, _ = make_apart()
+    core, side, _ = make_server()
     core.add(core.input_processor.make([7] * num_tokens, GREEDY, request_id="new"))
     num_steps = core.stats.steps
     while side.is_busy or not side.num_begun:
@@ -237,10 +263,10 @@ def test_a_pass_that_takes_too_long_is_waited_for(
 
 
 def test_nobody_is_preempted_beside_a_pass(
-    make_apart: Callable[..., Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[..., Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_pipeline, "_STEPS_BESIDE_PASS", 100)
-    core, side, switch = make_apart(num_blocks=13, max_model_len=128, prefix_cache=False)
+    core, side, switch = make_server(num_blocks=13, max_model_len=128, prefix_cache=False)
     core.add(core.input_processor.make([7] * 100, replace(LONG, max_tokens=28), request_id="new"))
     core.step()
     # In the end the texts need a block each, there is one, and the steps in flight are read: the pass is all that is
@@ -256,9 +282,9 @@ def test_nobody_is_preempted_beside_a_pass(
 
 @pytest.mark.parametrize("where", ["begin", "is_over", "join"])
 def test_a_failed_pass_ends_the_engine(
-    make_apart: Callable[..., Any], where: str, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[..., Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, side, switch = make_apart()
+    core, side, switch = make_server()
 
     def fail(*args: object) -> None:
         raise RuntimeError("CUDA error")
@@ -284,7 +310,7 @@ def test_arrivals_and_aborts_beside_passes(
     num_others = count_completions()
     side = SideSteps(lambda num_looks: rng.random() < 0.3, is_late=is_late)
     options = {"max_num_seqs": 10, "num_blocks": num_blocks, "max_num_batched_tokens": 100}
-    core = serve_apart(make_llm(run_ahead=run_ahead, max_model_len=256, **options), side)
+    core = serve_with_side_passes(make_llm(run_ahead=run_ahead, max_model_len=256, **options), side)
     core._runner.decoder.widths = (2, 5, 8)
     arrivals, num_aborted, num_aborted_in_pass = list(range(len(prompts)))[::-1], 0, 0
     seen: dict[str, list[list[int]]] = {}

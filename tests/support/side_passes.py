@@ -55,10 +55,10 @@ class SideSteps:
         return self._compute is not None
 
 
-def serve_apart(llm: LLM, side: SideSteps) -> EngineCore:
+def serve_with_side_passes(llm: LLM, side: SideSteps) -> EngineCore:
     """Let an engine on a CPU compute prompts beside decodes as a server on a GPU does; return its core."""
     core = llm.core
     core._runner.side = side  # type: ignore[assignment]
-    core._scheduler._overlaps_prompts = True
+    core._scheduler._may_overlap = lambda *_: True
     core._scheduler._prompts_first = False
     return core
