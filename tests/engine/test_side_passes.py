@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine import scheduler, step_pipeline
 from rose_backend.engine.core import EngineCore
+from rose_backend.engine.model_runner import PromptGraphs
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of
@@ -178,6 +180,29 @@ def test_prompts_come_before_decodes_while_further_requests_wait(
     assert side.num_begun == 1
     for index in range(2):
         assert texts[f"new {index}"] == alone(llm, [7 + index] * 50, GREEDY)
+
+
+def test_nothing_runs_beside_decodes_that_the_runner_does_not_take(make_server: Callable[..., Any]) -> None:
+    core, side, _ = make_server()
+    asked: list[tuple[int, ...]] = []
+    core._scheduler._may_overlap = lambda *sizes: bool(asked.append(sizes))
+    core.add(core.input_processor.make([7] * 50, GREEDY))
+    for _ in range(3):
+        core.step()
+    assert asked == [(2, 50, 1)] and side.num_begun == 0
+
+
+def test_what_has_no_graph_does_not_run_beside_decodes(make_server: Callable[..., Any]) -> None:
+    core, *_ = make_server()
+    runner = core._runner
+    runner.decoder.widths = (2, 8)
+    assert not runner.can_overlap(2, 50, 1), "no graphs of passes"
+    runner.prompts = PromptGraphs(lambda *_: torch.empty(0), 256, 4, torch.device("cpu"))
+    fits = [(1, 1, 1), (8, 256, 16), (8, 64, 8)]
+    assert all(runner.can_overlap(*sizes) for sizes in fits)
+    assert not any(runner.can_overlap(*sizes) for sizes in [(9, 50, 1), (8, 257, 1), (8, 256, 17)])
+    runner.side = None
+    assert not any(runner.can_overlap(*sizes) for sizes in fits)
 
 
 @pytest.mark.parametrize(("num_tokens", "is_beside"), [(20, False), (21, True)])
