@@ -200,6 +200,7 @@ class EngineCore:
         while (output := self._outputs.take_last(request_id)) is None:
             self._output_thread.wait()
             self._guarded(self._take_report)
+        # With the last request go the steps in flight.
         self._forget([request_id])
         return output
 

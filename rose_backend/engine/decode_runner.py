@@ -409,7 +409,8 @@ _HIGH_PRIORITY = -1
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that decode steps of all engines are captured on: cuBLAS keeps scratch memory for each stream.
 
-    A graph's kernels keep the priority of the stream it was captured on: decode steps come before a side pass.
+    Engines of one process replay them on one stream, in turn. A graph's kernels keep the priority of the stream it was
+    captured on: decode steps come before a side pass.
     """
     return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 

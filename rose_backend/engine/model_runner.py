@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -223,6 +224,11 @@ class Forwarded:
     """None without chunks, and where ``ModelRunner.side`` computes them."""
 
 
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Of engines that are gone. cuBLAS keeps scratch memory for each stream, and torch hands out 32 in turn: with a new one
+for every engine, two that live at once could get the same."""
+
+
 class SideStream:
     """The stream of passes over prompts that run beside decode steps, at most one at a time.
 
@@ -231,10 +237,16 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        idle = _idle_streams[device]
+        self.stream = idle.pop() if idle else torch.cuda.Stream(device)
         self._device = device
         self._start, self._end = torch.cuda.Event(), torch.cuda.Event()
         self._hidden: Hidden | None = None
+
+    def release(self) -> None:
+        """Wait for the pass in flight, and leave the stream to a later engine."""
+        self.stream.synchronize()
+        _idle_streams[self._device].append(self.stream)
 
     def mark(self) -> None:
         """Let the next pass follow what the current stream was given so far."""
@@ -303,7 +315,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             self.side = SideStream(self._device)
             # The memory of a pass in flight must not be freed: other streams may get it.
-            weakref.finalize(self, self.side.stream.synchronize).atexit = False
+            weakref.finalize(self, self.side.release).atexit = False
         # Of captured passes: the engine's own is in use beside them.
         self._pass_workspace = Workspace()
         self._max_num_batched_tokens = config.token_budget

@@ -284,12 +284,14 @@ class StepPipeline:
         if self._chunks is not None and self._is_pass_due():
             self._end_pass()
         if self._newest is not None and self._scheduler.repeat():
+            self._num_steps_beside -= 1
             return self._start_again(self._newest)
         step = self._schedule(num_unchecked)
         if step is None and self._chunks is not None and not self._in_flight:
             self._end_pass()
             step = self._schedule(num_unchecked)
         if step is not None:
+            self._num_steps_beside -= 1
             self._newest = self._start(step)
             return self._newest
         if self._in_flight:
@@ -356,8 +358,8 @@ class StepPipeline:
         return self._runner.side
 
     def _is_pass_due(self) -> bool:
-        self._num_steps_beside -= 1
-        return self._num_steps_beside < 0 or self._side.is_over()
+        """Return whether the side pass is over, or later steps wait for it."""
+        return self._num_steps_beside <= 0 or self._side.is_over()
 
     def _end_pass(self) -> None:
         """Let what follows on the main stream follow the side pass, and draw behind it."""

@@ -86,7 +86,7 @@ FIELDS_OF_OTHER_STEPS = tuple(
 
 
 def why_engine_is_not_replayed(runner: Any) -> str | None:
-    """Return what in this engine a steady step leaves out; None if nothing.
+    """Return what in this engine a replayed step leaves out; None if nothing.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its attention initialized.
@@ -482,17 +482,17 @@ class StepGraphs:
         slot_array = np.fromiter(slots.values(), np.int64, len(slots))
         draws = bool(self._temperatures[slot_array].any())
         is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
+        if step is not None:
+            end = "mixed"
+        elif is_processed:
+            end = "processed"
+        else:
+            end = "drawn" if draws else "greedy"
         logprobs = self._sampler.get_logprobs_dims(slot_array)
         is_due = () if step is None else step.is_due
         return ReplayedBatch(
             request_ids,
-            end="mixed"
-            if step is not None
-            else "processed"
-            if is_processed
-            else "drawn"
-            if draws
-            else "greedy",
+            end=end,
             draws=draws,
             num_logprobs=None if logprobs is None else logprobs[0],
             desc=desc,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.config import EngineConfig
 from rose_backend.engine import scheduler, step_pipeline
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.model_runner import PromptGraphs
+from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of
@@ -190,6 +194,18 @@ def test_nothing_runs_beside_decodes_that_the_runner_does_not_take(make_server: 
     for _ in range(3):
         core.step()
     assert asked == [(2, 50, 1)] and side.num_begun == 0
+
+
+def test_servers_overlap_what_their_runner_takes_and_offline_use_nothing(
+    make_llm: Callable[..., LLM], tiny_model_path: Path
+) -> None:
+    assert make_llm().core._scheduler._may_overlap is None
+    core = EngineCore(
+        EngineConfig(model=str(tiny_model_path), device="cpu", num_blocks=20, max_model_len=64),
+        output_handler=OutputHandler(lambda outputs: None),
+    )
+    with closing(core):
+        assert core._scheduler._may_overlap == core._runner.can_overlap
 
 
 def test_what_has_no_graph_does_not_run_beside_decodes(make_server: Callable[..., Any]) -> None:
