@@ -2,7 +2,7 @@
 
 Passes over prompts are CUDA graphs, padded up to the next shape that was captured: launching a pass over a few thousand
 tokens one kernel at a time takes the host longer than the GPU needs to compute it. In a server a pass runs beside
-decode steps, on a stream of its own (``SideStream``).
+decode steps, on a second stream (``SideStream``).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class PromptGraphs:
         self._graphs.capture(shapes, stream=stream)
 
     def shape_for(self, num_tokens: int, num_rows: int) -> PassShape | None:
-        """Return the shape of the pass that so many tokens of so many prompts take; None where none fits."""
+        """Return the smallest captured shape for ``num_tokens`` of ``num_rows`` prompts; None where none fits."""
         fitting = (
             shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
         )
@@ -214,7 +214,7 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A step's forward passes, as far as they were started."""
+    """The forward passes of a step that were started."""
 
     decode_slots: Int32Array  # [D], have drawn already
     decode_step: int
@@ -370,7 +370,7 @@ class ModelRunner:
         """Run the step's clones and its forward passes, which write the K/V of every token in it.
 
         The decode part goes through fixed buffers and draws its tokens itself; all else is one separate pass, after it
-        or beside it and later steps (``Step.has_side_pass``).
+        or at the same time as it and later steps (``Step.has_side_pass``).
         """
         plan = step.clone_plan
         if plan is not None:

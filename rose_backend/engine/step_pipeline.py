@@ -201,9 +201,9 @@ class StepPipeline:
     over (blocks, commits, detokenization in portions), read the oldest.
 
     A pass over prompts beside decode steps (``Step.has_side_pass``) stays in flight for several steps, on the device's
-    other stream. ``advance`` looks whether it is over before it starts a step. Then, or when there is nothing else to
-    do, first tokens are drawn behind it and the steps in flight, and the next step has them as input. So it is, too,
-    when as many steps were started beside it as its size allows: what comes next waits for it on the device.
+    other stream. ``advance`` looks whether it is over before it starts a step. Once it is, when there is nothing
+    else to do, or when its size allows no more steps beside it, the main stream waits for it. First tokens are drawn
+    after the steps in flight then, and the next step takes them as input.
 
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
     for the host in steady-state decode. A request that has ended takes part in up to ``depth`` more steps, and what
@@ -239,10 +239,10 @@ class StepPipeline:
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None
-        # Of the side pass that is in flight, and how many more steps start beside it.
+        # The side pass in flight, and how many more steps may start before it ends.
         self._chunks: Chunks | None = None
         self._num_steps_beside = 0
-        # A step's event is free again when the step has been read; the draws behind a pass have one, too.
+        # A step's event is free again when the step has been read; the draws that follow a pass have one, too.
         self._events: list[torch.cuda.Event] = []
         self._num_recorded = 0
         if device.type != "cpu":
@@ -265,7 +265,7 @@ class StepPipeline:
         """
         in_flight = self._in_flight
         if len(in_flight) > self._depth:
-            # The draws behind a pass came on top, and the device has a step to compute.
+            # The draws that followed a pass are one more than usual, and the device has a step to compute.
             return self._read(in_flight.popleft())
         started = self._start_next(num_unchecked)
         if started is None:
@@ -362,7 +362,7 @@ class StepPipeline:
         return self._num_steps_beside <= 0 or self._side.is_over()
 
     def _end_pass(self) -> None:
-        """Let what follows on the main stream follow the side pass, and draw behind it."""
+        """Let the main stream wait for the side pass, then draw first tokens."""
         chunks, self._chunks = self._chunks, None
         assert chunks is not None, "no pass is in flight"
         hidden = self._side.join()
