@@ -138,12 +138,12 @@ MAX_PROMPT_TOKENS_AMONG_DECODES = 512
 
 Others are computed before the next decode step.
 
-On an H100 (2026-11-28), beside 32 decodes with a context of 2,048, in ms: Qwen3 0.6B's decode steps take 3.4; with 512
-prompt tokens before it one takes 5.8, beside them it takes 3.9 and the prompt 10.6; with 4,096 tokens 14.5, 5.3 and 28.
-Llama 8B's 8.5; 22, 11 and 49; 110, 14 and 222. With Poisson arrivals of prompts of 512 tokens at 0.6 of Qwen3's
-capacity, first tokens take 9.3 in the median where prompts come before decodes, 19 beside them; the 99th percentile of
-gaps is 8.4 and 6.1. At saturation, where requests wait all the while, passes
-beside decodes cost 12 % of the throughput.
+On an H100 (2026-11-28; Poisson arrivals and saturation 3b227bd, the rest 2831f47 with a later order of prompt tiles),
+beside 32 decodes with a context of 2,048, in ms: Qwen3 0.6B's decode steps take 3.4; with 512 prompt tokens before it
+one takes 5.8, beside them it takes 3.9 and the prompt 10.6; with 4,096 tokens 14.5, 5.3 and 28. Llama 8B's 8.5; 22, 11
+and 49; 110, 14 and 222. With Poisson arrivals of prompts of 512 tokens at 0.6 of Qwen3's capacity, first tokens take
+9.3 in the median where prompts come before decodes, 19 beside them; the 99th percentile of gaps is 8.4 and 6.1. At
+saturation, where requests wait all the while, passes beside decodes cost 12 % of the throughput.
 """
 
 TOP_UP_STEPS = 16

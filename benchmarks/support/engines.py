@@ -46,8 +46,8 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here, and there ``step_budget``,
-    which is switched on."""
+    """Rose's switches, and ``run_ahead``; inside vLLM also ``mixed_graphs``, and ``step_budget``, which is off by
+    default and switched on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 

@@ -30,8 +30,9 @@ _NO_SLOTS: Int32Array = np.zeros(0, np.int32)
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)
 _STEPS_BESIDE_PASS, _PASS_TOKENS_PER_STEP = 16, 64
 """At most 16 decode steps, and one for every 64 tokens of the pass, start beside a side pass; later ones wait for it.
-Many decodes could fill the GPU, and a pass of low priority would hardly progress. On an H100, beside 32 decodes with a
-context of 2,048, a pass of 4,096 tokens is over after 5 steps of Qwen3 0.6B or 16 of Llama 8B; the limit is 80."""
+Many decodes could fill the GPU, and a pass of low priority would hardly progress. On an H100 (2026-11-28, 2831f47),
+beside 32 decodes with a context of 2,048, a pass of 4,096 tokens is over after 5 steps of Qwen3 0.6B or 16 of Llama 8B;
+the limit is 80. Nothing was measured with more decodes."""
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
 
 
@@ -202,8 +203,8 @@ class StepPipeline:
 
     A pass over prompts beside decode steps (``Step.has_side_pass``) stays in flight for several steps, on the device's
     other stream. ``advance`` looks whether it is over before it starts a step. Once it is, when there is nothing
-    else to do, or when its size allows no more steps beside it, the main stream waits for it. First tokens are drawn
-    after the steps in flight then, and the next step takes them as input.
+    else to do, or when as many steps ran with it as its size allows, the main stream waits for it. First tokens are
+    drawn after the steps in flight then, and the next step takes them as input.
 
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
     for the host in steady-state decode. A request that has ended takes part in up to ``depth`` more steps, and what

@@ -113,14 +113,20 @@ def test_a_step_is_timed_from_the_end_of_the_one_before(
     assert noted[:3] == [(0, 10e-3), (140, 20e-3), (0, 10e-3)] and {s for _, s in noted} == {10e-3, 20e-3}
 
 
+def start_with_another(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return a simulation in which a second request has begun, and its clock."""
+    simulation, clock = start(make_config, monkeypatch, 13)
+    send(simulation, 6)
+    simulation.add(lambda: make_request("other", [2] * 4, 60))
+    simulation.checked_step()
+    return simulation, clock
+
+
 def test_decodes_behind_a_prompt_keep_their_token(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulation, clock = start(make_config, monkeypatch, 13)
-    send(simulation, 6)
+    simulation, clock = start_with_another(make_config, monkeypatch)
     scheduler = simulation.scheduler
-    simulation.add(lambda: make_request("other", [2] * 4, 60))
-    simulation.checked_step()
     simulation.add(lambda: make_request("long", [3, *PROMPT], 4))
     simulation.checked_step()
     # As where a prompt's chunk was cut for another reason than the step's tokens, and others were admitted after it.
@@ -135,11 +141,8 @@ def test_decodes_behind_a_prompt_keep_their_token(
 def test_decodes_behind_several_prompts_keep_their_token(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulation, clock = start(make_config, monkeypatch, 13)
-    send(simulation, 6)
+    simulation, clock = start_with_another(make_config, monkeypatch)
     scheduler = simulation.scheduler
-    simulation.add(lambda: make_request("other", [2] * 4, 60))
-    simulation.checked_step()
     for name, first in (("long", 3), ("longer", 4)):
         simulation.add(lambda name=name, first=first: make_request(name, [first, *PROMPT], 4))
         simulation.checked_step()
