@@ -372,6 +372,8 @@ class StepGraphs:
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
+        # Tensors were just filled on another stream: a kernel that reads indices must not find what was there before.
+        stream.wait_stream(torch.cuda.current_stream())
         with (
             graph_capture(device=runner.device),
             # Products have a workspace on each stream.
@@ -386,6 +388,7 @@ class StepGraphs:
             self._upload_rows([], [], [], [])
             # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
             self._begin_mixed(1, 1, 1)
+        stream.synchronize()
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",

@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rose_backend.kernels.attention import paged_decode
+from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -611,6 +612,29 @@ def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
         before = (STEPS.rose, dict(STEPS.vllm))
         generate(llm, prompts, params)
         assert (STEPS.rose, STEPS.vllm) == before
+
+
+def test_captures_follow_what_fills_their_tensors(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy GPU, tensors that are filled on one stream were read on another before, and indices were garbage."""
+    create, capture, filled = StepGraphs.__init__, CapturedGraphs.capture, []
+
+    def create_slowly(self: StepGraphs, runner: Any) -> None:
+        torch.cuda._sleep(1_000_000_000)
+        create(self, runner)
+        filled.append(torch.cuda.current_stream().record_event())
+
+    def capture_afterwards(self: CapturedGraphs[Any], *args: Any, **kwargs: Any) -> None:
+        if filled:
+            torch.cuda.current_stream().synchronize()
+            filled.append(filled[0].query())
+        capture(self, *args, **kwargs)
+
+    monkeypatch.setattr(StepGraphs, "__init__", create_slowly)
+    monkeypatch.setattr(CapturedGraphs, "capture", capture_afterwards)
+    with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY):
+        assert filled[1:] == [True, True]
 
 
 def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
