@@ -112,6 +112,8 @@ TABLES = {
     "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", _poisson_table),
     "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", _poisson_table),
     "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
+    "streams_qwen3": Table("servers", "h200/streams_qwen3.json", serving.streams_table),
+    "streams_llama8b": Table("servers", "h200/streams_llama8b.json", serving.streams_table),
     "offline_compare": Table("engines", "h200/offline_compare.json", _offline_table),
     "offline_mixed": Table("engines", "h200/offline_mixed.json", _offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
@@ -129,6 +131,9 @@ TABLES = {
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
     "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),
+    "vllm_request_kinds_qwen3": Table(
+        "inside_vllm", "h200/vllm_request_kinds_qwen3.json", engines.request_kinds_table
+    ),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),

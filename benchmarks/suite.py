@@ -46,7 +46,7 @@ _STEPS_AND_NANO_VLLM = (
 _QWEN3 = "--shape qwen3-0.6b --dtype bfloat16 --kv-cache-tokens 196608"
 _GEMMA3 = "--shape gemma-3-4b --dtype bfloat16 --kv-cache-tokens 163840"
 _GPT_OSS = "--shape gpt-oss-20b --dtype bfloat16 --kv-cache-tokens 163840"
-_STREAMS = f"{_ONLINE} streams --backends rose rose-in-vllm vllm --arrivals fixed poisson --dtype bfloat16"
+_STREAMS = f"{_ONLINE} streams --backends rose rose-in-vllm vllm --dtype bfloat16 --prompts 300"
 _POISSON = "--requests 512 --seconds 3 --repeats 3"
 _SHARED_PREFIXES = f"{_ONLINE} poisson --sets shared-prefix --loads 0.25 0.5 0.75 1.0 {_POISSON}"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -109,10 +109,18 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_trace": (f"{_ONLINE} {_TRACE}", _INSIDE_VLLM),
     "vllm_trace_rust": (f"{_ONLINE} {_TRACE} --rust-front-end", _INSIDE_VLLM),
+    "streams_llama8b": (f"{_STREAMS} --shape llama-8b --stream-tokens 2048", _ENGINES[:3]),
+    "streams_qwen3": (
+        f"{_STREAMS} --shape qwen3-0.6b --interval 0.125 --compare-step-budget --arrivals fixed poisson",
+        _ENGINES[:3],
+    ),
+    "vllm_request_kinds_qwen3": (
+        "benchmarks.vllm_request_kinds --shape qwen3-0.6b --dtype bfloat16 --starts 3 --steps 64 --kinds plain "
+        "penalties bias 'bad words' min_tokens '5 log-probabilities' 'JSON schema'",
+        _INSIDE_VLLM,
+    ),
     # Not published from an H200 yet.
     "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
-    "streams_llama8b": (f"{_STREAMS} --shape llama-8b", _ENGINES[:3]),
-    "streams_qwen3": (f"{_STREAMS} --shape qwen3-0.6b --interval 0.125", _ENGINES[:3]),
     "sglang_gpt2": (
         f"{_OFFLINE} --backends rose-in-vllm sglang {_GREEDY_STEPS}",
         ("rose-in-vllm", "sglang"),
@@ -136,7 +144,7 @@ def command(name: str, options: argparse.Namespace, result: Path) -> list[str]:
 
 def resumes(name: str, options: argparse.Namespace, result: Path) -> bool:
     """Whether a step goes on from what is in ``result``: comparisons of engines can."""
-    return options.resume and bool(STEPS[name][1]) and result.is_file()
+    return options.resume and STEPS[name][0].startswith((_OFFLINE, _ONLINE)) and result.is_file()
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

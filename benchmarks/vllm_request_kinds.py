@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reports.text import markdown, publish
+from benchmarks.reports.engines import PLAIN, request_kinds_table
+from benchmarks.reports.text import publish
 from benchmarks.support.checkpoint import checkpoint, model_facts
 from benchmarks.support.cli import at_least, new_parser
 from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
@@ -28,7 +29,6 @@ from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.vllm_step_profile import BACKENDS, PROMPT_TOKENS, WARM_UP_STEPS, Engine
 
-PLAIN = "plain"
 SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}}
 KINDS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -102,27 +102,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Return medians over the starts, and each scene's ratio to the plain step."""
-    backends = report["settings"]["backends"]
-    points: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row in report["rows"]:
-        point = points.setdefault((row["scene"], row["num_requests"]), {name: [] for name in backends})
-        point[row["backend"]].append(row["step_ms"])
-    lines = []
-    for (scene, batch), point in points.items():
-        cells = [scene, str(batch)]
-        for name in backends:
-            plain = points[PLAIN, batch][name]
-            ratios = [step / base for step, base in zip(point[name], plain, strict=True)]
-            cells += [f"{statistics.median(point[name]):.3f}", f"{statistics.median(ratios):.2f}"]
-        lines.append(tuple(cells))
-    header = ["requests", "batch"]
-    for name in backends:
-        header += [f"{name}, ms", "x plain"]
-    return markdown(tuple(header), lines)
-
-
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = new_parser(__doc__)
@@ -181,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         "rows": rows,
     }
-    publish(report, table(report), options.json)
+    publish(report, request_kinds_table(report), options.json)
     return 0
 
 

@@ -31,6 +31,7 @@ COMMITS = {
     "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
+    "ec37daddaca92b8c": "35e2dde",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",

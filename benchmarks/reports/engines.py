@@ -1,7 +1,9 @@
-"""Goals, losses and tables of ``offline_compare``: whole engines, one part switched off, each part inside vLLM."""
+"""Goals, losses and tables of whole engines, of one part switched off, of each part inside vLLM, and of what requests
+ask for there."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.reports.peers import NONE, PEERS, Fastest, better, offline_work
@@ -59,6 +61,8 @@ RATIOS = (
     " Ratios are to a peer's best median in any published run of this work, model, dtype, release and GPU{}; losses "
     "are counted within this run."
 )
+PLAIN = "plain"
+"""Steps of requests that ask for nothing."""
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
 
@@ -193,6 +197,34 @@ def parts_table(result: Result) -> str:
     some, none = f"Slower with the part, or no gain above {NOISE:.0%},", f"A gain of {NOISE:.0%} or more"
     found = verdict(idle, f"{len(pairs) * len(cases)} cases", some=some, none=none)
     return markdown(("time without / with the part", *cases), rows, source(result), found)
+
+
+def request_kinds_table(result: Result) -> str:
+    """Return steps by what requests ask for, ratios to the plain step of the same start, and every loss."""
+    settings, rows, lost = result["settings"], [], []
+    points = {
+        point: {
+            side: [row["step_ms"] for row in of_side] for side, of_side in grouped(found, "backend").items()
+        }
+        for point, found in grouped(result["rows"], "scene", "num_requests").items()
+    }
+    for (scene, batch), sides in points.items():
+        cells = [scene, str(batch)]
+        for side, steps in sides.items():
+            times = (step / plain for step, plain in zip(steps, points[PLAIN, batch][side], strict=True))
+            cells += [milliseconds(statistics.median(steps)), f"{statistics.median(times):.2f}x"]
+        rows.append(cells)
+        ours, theirs = (statistics.median(sides.get(side, [0.0])) for side in (HOST, STOCK))
+        if ours > theirs > 0:
+            lost.append(
+                (f"{batch} requests", f"{scene} {milliseconds(ours)} ms against {milliseconds(theirs)} ms")
+            )
+    header = [name for side in settings["backends"] for name in (f"{LABELS[side]}, ms", "over plain")]
+    facts = (result["device"], settings["model"], settings["dtype"])
+    how = caption(result, *facts, f"{settings['starts']} starts of each engine")
+    return markdown(
+        ("requests ask for", "requests", *header), rows, how, verdict(lost, f"{len(rows)} comparisons")
+    )
 
 
 def _cell(row: Row | None) -> str:
