@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from jinja2 import TemplateSyntaxError
 
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, RequestError, kind_and_text
-from rose_backend.server.protocol import ChatMessage, refused
+from rose_backend.server.protocol import ChatMessage, ToolCall, measure_json, refused
 
 _MAX_REASON_LENGTH = 500
 """Characters of an error that a template raises, which may quote the conversation."""
@@ -144,26 +145,102 @@ class ChatTemplate:
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages as templates expect them, with one text each.
+    """Return the messages as vLLM hands them to templates, with one text each, except that the arguments of tool calls
+    are still what clients sent (see ``parse_arguments``).
 
     Raises:
-        RequestError: a message has a part that is not supported.
+        RequestError: a message has a part that is not supported, or not with its role.
     """
     plain = []
     for index, message in enumerate(messages):
-        for name, value in (message.model_extra or {}).items():
-            # Clients send an answer of an earlier turn back with all its empty fields.
-            if value not in (None, [], {}, ""):
-                raise RequestError(
-                    f"messages.{index}.{name}: not supported; allowed are role, content and name",
-                    parameter="messages",
-                )
-        content = message.content
+        _check_fields(message, f"messages.{index}")
+        content = message.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        plain.append(
-            {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})
-        )
+        fields: dict[str, Any] = {"role": message.role, "content": text}
+        if message.tool_calls:
+            fields["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+        if reasoning is not None:
+            fields["reasoning"] = fields["reasoning_content"] = reasoning
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        if message.name:
+            fields["name"] = message.name
+        plain.append(fields)
     return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return ({} if call.id is None else {"id": call.id}) | {"type": call.type, "function": function}
+
+
+def _arguments_path(index: int, number: int) -> str:
+    return f"messages.{index}.tool_calls.{number}.function.arguments"
+
+
+_FIELDS_OF_ROLE = {
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+}
+
+
+def _check_fields(message: ChatMessage, path: str) -> None:
+    if message.content is None and message.role not in ("assistant", "tool"):
+        raise refused(f"{path}.content", "missing, but required")
+    for name, role in _FIELDS_OF_ROLE.items():
+        # Clients send an answer of an earlier turn back with all its empty fields.
+        if message.role != role and getattr(message, name) not in (None, [], ""):
+            raise refused(f"{path}.{name}", f"got it in the role {message.role}, allowed is {role}")
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, [], {}, ""):
+            allowed = ", ".join(type(message).model_fields)
+            raise RequestError(f"{path}.{name}: not supported; allowed are {allowed}", parameter="messages")
+
+
+def text_lengths(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the characters of each text in answers of ``plain_messages``, arguments of tool calls included.
+
+    Raises:
+        RequestError: arguments that came as an object have too many values or levels.
+    """
+    lengths = []
+    for index, message in enumerate(messages):
+        lengths += [
+            len(message[name]) for name in ("content", "reasoning", "tool_call_id", "name") if name in message
+        ]
+        for number, call in enumerate(message.get("tool_calls", ())):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(arguments, dict):
+                lengths.append(len(name) + measure_json(_arguments_path(index, number), arguments))
+            else:
+                lengths.append(len(name) + len(arguments or ""))
+    return lengths
+
+
+def parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """Replace the arguments of tool calls by what they are as JSON, which templates expect. As in vLLM, anything but an
+    object becomes an empty one: an earlier answer cannot be mended by the client.
+
+    Raises:
+        RequestError: they have too many values or levels.
+    """
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            function = call["function"]
+            if isinstance(function["arguments"], dict):
+                continue
+            path = _arguments_path(index, number)
+            try:
+                parsed = json.loads(function["arguments"] or "{}")
+            except RecursionError as error:
+                raise refused(path, "got lists and objects that are nested too deeply") from error
+            except ValueError:
+                parsed = {}
+            measure_json(path, parsed)
+            function["arguments"] = parsed if isinstance(parsed, dict) else {}
 
 
 def _read(path: str) -> str:

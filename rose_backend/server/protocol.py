@@ -32,7 +32,16 @@ from rose_backend.config import (
 )
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
 from rose_backend.errors import RequestError
-from rose_backend.server.settings import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PARTS, MAX_UNKNOWN_FIELDS
+from rose_backend.server.settings import (
+    MAX_ARGUMENTS_LENGTH,
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
+    MAX_MESSAGES,
+    MAX_NAME_LENGTH,
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_UNKNOWN_FIELDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -200,14 +209,43 @@ class TextPart(BaseModel):
     text: str
 
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+
+class CalledFunction(BaseModel):
+    """What an earlier answer called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)] | dict[str, Any] | None = None
+    """JSON of an object; anything else counts as an empty one, as in vLLM."""
+
+
+class ToolCall(BaseModel):
+    """One call of an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation. Fields that one role has are refused with another."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    """May be left out by the roles assistant and tool."""
     name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Earlier name of ``reasoning``, which wins."""
 
     @model_validator(mode="after")
     def _let_others_run(self) -> ChatMessage:
@@ -269,6 +307,36 @@ def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None
     num_unknown = len(fields.keys() - _known_fields(model))
     if num_unknown > MAX_UNKNOWN_FIELDS:
         raise refused("body", f"got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}")
+
+
+def measure_json(field: str, value: object) -> int:
+    """Return about how many characters a value has as JSON, whose parts are looked at no longer than they are allowed.
+
+    Raises:
+        RequestError: it has too many values or levels.
+    """
+    size, num_values, waiting = 0, 1, [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, int):
+            size += item.bit_length() // 3 + 1
+        elif isinstance(item, (dict, list)):
+            num_values += len(item)
+            if num_values > MAX_JSON_VALUES:
+                raise refused(field, f"got more than {MAX_JSON_VALUES} values, allowed are at most that many")
+            if depth > MAX_JSON_DEPTH:
+                raise refused(
+                    field,
+                    f"got lists and objects nested more than {MAX_JSON_DEPTH} levels deep, allowed are at "
+                    "most that many",
+                )
+            if isinstance(item, dict):
+                size += sum(map(len, item))
+            parts = item.values() if isinstance(item, dict) else item
+            waiting.extend((part, depth + 1) for part in parts)
+    return size
 
 
 def check_other_fields(body: Body) -> None:

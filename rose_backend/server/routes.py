@@ -18,7 +18,7 @@ from rose_backend import __version__
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
-from rose_backend.server.chat_template import plain_messages
+from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer, generate
 from rose_backend.server.middleware import DirectRoute
@@ -102,11 +102,13 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
-    length = length_of([text for message in messages for text in message.values()])
-    check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
+    lengths = text_lengths(messages)
+    length = sum(lengths)
+    check_text_length("messages", length, processor)
     adds_start = body.add_generation_prompt is not False
 
     def process() -> list[ProcessedInput]:
+        parse_arguments(messages)
         # A template may show a text more than once.
         text = template.render(
             messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
@@ -114,7 +116,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
         return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
 
-    inputs = await run_by_length(length, process)
+    inputs = await run_by_length(length + _LENGTH_OF_EACH * len(lengths), process)
     check_answer_tokens(inputs, None, service)
     options = answer_options(request, body, params.n, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of

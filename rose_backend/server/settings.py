@@ -16,6 +16,14 @@ MAX_PARTS = 256
 """Parts of one message."""
 MAX_NAME_LENGTH = 256
 """Characters of a message's ``name``."""
+MAX_TOOLS = 128
+"""Tools of one chat request, and tool calls of one message."""
+MAX_ARGUMENTS_LENGTH = 1 << 19
+"""Characters of the arguments of one tool call; longer ones would take more than some milliseconds to parse."""
+MAX_JSON_DEPTH = 64
+"""Levels of lists and objects in what a client hands to the chat template."""
+MAX_JSON_VALUES = 65_536
+"""Values in it."""
 MAX_BODY_FIELDS = 65_536
 """Fields of all objects in one body."""
 MAX_BODY_LISTS = 16_384
