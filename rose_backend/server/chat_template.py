@@ -31,6 +31,7 @@ class ChatTemplate:
     def __init__(self, path: str | None) -> None:
         self._template = None if path is None else _read(path)
         self._missing = "this model has no chat template"
+        self._tool_template: str | None = None
         self._tokenizer: Tokenizer | None = None
 
     def use(self, tokenizer: Tokenizer) -> None:
@@ -42,8 +43,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         templates = tokenizer.chat_templates
         if self._template is None:
-            # As in vLLM and transformers, the others are for requests with tools and the like.
+            # As in vLLM and transformers, tool_use is for requests with tools; nothing asks for others.
             self._template = templates.get("default")
+            self._tool_template = templates.get("tool_use")
             if templates:
                 self._missing = (
                     f"this model has several chat templates ({reprlib.repr(sorted(templates))}), none of them "
@@ -81,18 +83,26 @@ class ChatTemplate:
                 f"{self._missing}; use /v1/completions, or start the server with --chat-template FILE",
             )
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_length: int) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        max_length: int,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """Return the prompt's text.
 
         Args:
-            messages: answer of ``plain_messages``.
+            messages: answer of ``plain_messages``, after ``parse_arguments``.
+            tools: that the model may call.
             max_length: of the text, in characters. A template can make any number of one message.
 
         Raises:
             RequestError: the template refuses the conversation, or fails, or the text is longer or no valid Unicode.
         """
         try:
-            text = self._render(self._for_template(messages), add_generation_prompt, max_length)
+            text = self._render(self._for_template(messages), add_generation_prompt, max_length, tools)
         except Exception as error:  # a template is a program, and may fail in any way
             reason = kind_and_text(error)[:_MAX_REASON_LENGTH]
             raise refused("messages", f"the model's chat template refuses them ({reason})") from error
@@ -108,17 +118,25 @@ class ChatTemplate:
             raise refused("messages", f"not valid Unicode text ({error.reason})") from error
         return text
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_length: int) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        max_length: int,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """Return the text, or a start of it that is longer than ``max_length``."""
         # Imported here: it takes a second, and is not needed without a template. It does not import torch.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        template = _compile_jinja_template(self._template)
+        template = _compile_jinja_template(
+            self._tool_template if tools and self._tool_template else self._template
+        )
         parts: list[str] = []
         length = 0
         for part in template.generate(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **({} if self._tokenizer is None else self._tokenizer.special_tokens),

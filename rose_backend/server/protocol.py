@@ -253,6 +253,39 @@ class ChatMessage(BaseModel):
         return self
 
 
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, for the chat template only: answers are not held to it."""
+    strict: Literal[False] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as vLLM hands it to templates."""
+        function = self.function
+        fields: dict[str, Any] = {
+            "name": function.name,
+            "description": function.description,
+            "parameters": function.parameters,
+        }
+        if function.strict is not None:
+            fields["strict"] = function.strict
+        return {"type": self.type, "function": fields}
+
+
 class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
@@ -264,6 +297,16 @@ class ChatCompletionRequest(GenerationRequest):
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
     add_special_tokens: Literal[False] | None = None
     """The chat template writes all special tokens."""
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """Whether the model may call tools; auto if there are any."""
+    parallel_tool_calls: bool | None = None
+    """False leaves out all calls but the first."""
+
+    @property
+    def parses_tool_calls(self) -> bool:
+        """Whether calls of tools are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     def _route_params(self) -> dict[str, Any]:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -273,6 +316,8 @@ class ChatCompletionRequest(GenerationRequest):
                 f"got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
                 "one of the two",
             )
+        if self.tool_choice == "auto" and not self.tools:
+            raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
         if self.top_logprobs and not self.logprobs:
             raise refused(
                 "top_logprobs",
@@ -412,7 +457,7 @@ class Choice(Exact):
     """One completion of one prompt."""
 
     index: int
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"]
     stop_reason: int | str | None
 
 
@@ -468,11 +513,30 @@ class ChatLogprobs(Exact):
     content: list[TokenLogprob]
 
 
+class AnswerFunction(Exact):
+    """What is called."""
+
+    name: str
+    arguments: str
+    """JSON as the model wrote it, which may not be valid, nor fit the tool's schema."""
+
+
+class AnswerToolCall(Exact):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AnswerMessage(Exact):
     """The model's answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None if there are only calls."""
+    tool_calls: list[AnswerToolCall] = []
+    """Left out if there are none."""
 
 
 class ChatChoice(Choice):

@@ -7,6 +7,7 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from rose_backend import __version__
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
+from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER, AnswerParser
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
@@ -37,6 +39,7 @@ from rose_backend.server.protocol import (
     TokenizeRequest,
     VersionAnswer,
     check_other_fields,
+    measure_json,
     refused,
 )
 from rose_backend.server.service import Service
@@ -103,24 +106,39 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     template.check_available()
     messages = plain_messages(body.messages)
     lengths = text_lengths(messages)
-    length = sum(lengths)
-    check_text_length("messages", length, processor)
+    check_text_length("messages", sum(lengths), processor)
+    tools = [tool.for_template() for tool in body.tools or ()] or None
+    lengths.append(measure_json("tools", tools))
+    check_text_length("tools", lengths[-1], processor)
+    parser = parser_of(body, service)
+    if body.parses_tool_calls:
+        # Some models' marks of calls are special tokens.
+        params = replace(params, skip_special_tokens=False)
     adds_start = body.add_generation_prompt is not False
 
     def process() -> list[ProcessedInput]:
         parse_arguments(messages)
         # A template may show a text more than once.
         text = template.render(
-            messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
+            messages,
+            add_generation_prompt=adds_start,
+            max_length=max_text_length(processor),
+            tools=tools,
         )
         ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
         return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
 
-    inputs = await run_by_length(length + _LENGTH_OF_EACH * len(lengths), process)
+    inputs = await run_by_length(sum(lengths) + _LENGTH_OF_EACH * len(lengths), process)
     check_answer_tokens(inputs, None, service)
     options = answer_options(request, body, params.n, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
-    answer = ChatAnswer(options, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
+    answer = ChatAnswer(
+        options,
+        token_bytes=token_bytes,
+        num_top_logprobs=body.top_logprobs or 0,
+        parser=parser,
+        max_calls=1 if body.parallel_tool_calls is False else None,
+    )
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -230,6 +248,24 @@ def check_body(request: Request, body: Body) -> Service:
         )
     check_other_fields(body)
     return service
+
+
+def parser_of(body: ChatCompletionRequest, service: Service) -> Callable[[], AnswerParser] | None:
+    """Return what makes a parser for each answer; None where answers are content only.
+
+    Raises:
+        RequestError: the server was not started for what the request needs.
+    """
+    if not body.parses_tool_calls:
+        return None
+    name = service.settings.tool_call_parser
+    if not service.settings.enable_auto_tool_choice or name is None:
+        raise refused(
+            "tool_choice",
+            "got tools for the model to choose from, which needs a server that was started with "
+            "--enable-auto-tool-choice and --tool-call-parser; allowed here is 'none'",
+        )
+    return MAKE_TOOL_CALL_PARSER[name]
 
 
 def answer_options(request: Request, body: GenerationRequest, n: int, prefix: str) -> AnswerOptions:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
+TOOL_CALL_PARSERS = ("hermes",)
+"""vLLM's names of formats in which models call tools."""
 RETRY_AFTER_S = 1
 """Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024
@@ -51,6 +53,10 @@ class ServerSettings:
     """Any of them is accepted as a bearer token; none: no key is asked for."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the tokenizer's own."""
+    enable_auto_tool_choice: bool = False
+    """Let the model choose whether to call tools."""
+    tool_call_parser: str | None = None
+    """How it writes calls, one of ``TOOL_CALL_PARSERS``."""
     max_connections: int = 2048
     """Open at once; more are answered 503 and closed."""
     max_header_bytes: int = 64 << 10
@@ -85,6 +91,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
+        if self.tool_call_parser not in (None, *TOOL_CALL_PARSERS):
+            raise ConfigError(
+                f"tool_call_parser: got {self.tool_call_parser!r}, allowed are {', '.join(TOOL_CALL_PARSERS)}"
+            )
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
         for name, low, high in (
             ("port", 0, 65_535),
             ("max_connections", 1, 1 << 20),

@@ -314,7 +314,6 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
         ({"messages": [said("rose " * 2_000)]}, "prompt", "allowed are at most 1023"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
         ({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "one of the two"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"messages": MESSAGES, "message": []}, "message", "did you mean 'messages'?"),
     ],
 )
