@@ -1,4 +1,4 @@
-"""Answers in parts: calls of tools, and what is around them, found while the text comes.
+"""Answers in parts: reasoning, calls of tools, and what is around them, found while the text comes.
 
 A parser finds the same however the text is split, takes time in proportion to its length, and holds back only what may
 still become something else: part of a mark, or the start of a call whose name is not known.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
+_END_OF_REASONING = "</think>"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _STRING_PART = re.compile(r'[^"\\]*')
@@ -22,7 +23,7 @@ _NESTED_PART = re.compile(r'[^"{}\[\]]*')
 class Part(NamedTuple):
     """A piece of an answer; pieces of one kind and call follow each other."""
 
-    kind: Literal["content", "name", "arguments"]
+    kind: Literal["content", "reasoning", "name", "arguments"]
     text: str
     call: int = 0
     """Which call of the answer, from 0."""
@@ -276,6 +277,63 @@ class HermesParser(AnswerParser):
     def _add_content(self, text: str, parts: list[Part]) -> None:
         if text and self._keeps_text:
             parts.append(Part("content", text))
+
+
+class PlainParser(AnswerParser):
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text."""
+        return [Part("content", text)] if text else []
+
+    def end(self) -> list[Part]:
+        """Return nothing."""
+        return []
+
+
+class ReasoningParser(AnswerParser):
+    """Reasoning up to ``</think>``, in front of an answer; the prompt or the answer may hold the ``<think>`` before it.
+
+    Args:
+        answer: parses what follows.
+    """
+
+    _MARK = re.compile("</?think>")
+    _MARKS = ("<think>", _END_OF_REASONING)
+
+    def __init__(self, answer: AnswerParser) -> None:
+        self._answer = answer
+        self._held = ""
+        self._is_over = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Return what more text has made certain."""
+        if self._is_over:
+            return self._answer.feed(text)
+        parts: list[Part] = []
+        text, self._held, at = self._held + text, "", 0
+        for mark in self._MARK.finditer(text):
+            self._add(text[at : mark.start()], parts)
+            at = mark.end()
+            if mark[0] == _END_OF_REASONING:
+                self._is_over = True
+                return parts + self._answer.feed(text[at:])
+        end = len(text) - max(num_begun(text[at:], mark) for mark in self._MARKS)
+        self._add(text[at:end], parts)
+        self._held = text[end:]
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return what was held back."""
+        parts: list[Part] = []
+        self._add(self._held, parts)
+        self._held = ""
+        return parts + self._answer.end()
+
+    @staticmethod
+    def _add(text: str, parts: list[Part]) -> None:
+        if text:
+            parts.append(Part("reasoning", text))
 
 
 def num_begun(text: str, mark: str) -> int:

@@ -236,6 +236,7 @@ class ChatAnswer(Answer):
         num_top_logprobs: alternatives to report for each token, where log-probabilities were asked for.
         parser: makes one for each completion; None where all text is content.
         max_calls: of tools, later ones are left out; None: all are there.
+        shows_reasoning: False leaves it out.
     """
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
@@ -248,10 +249,12 @@ class ChatAnswer(Answer):
         num_top_logprobs: int = 0,
         parser: Callable[[], AnswerParser] | None = None,
         max_calls: int | None = None,
+        shows_reasoning: bool = True,
     ) -> None:
         super().__init__(options)
         self._make_parser = parser
         self._max_calls = max_calls
+        self._shows_reasoning = shows_reasoning
         self._parsers: dict[int, AnswerParser] = {}
         self._parts: dict[int, list[Part]] = {}
         self._callers: set[int] = set()
@@ -294,6 +297,8 @@ class ChatAnswer(Answer):
             self._callers.add(index)
         if self._max_calls is not None:
             parts[:] = [part for part in parts if part.call < self._max_calls]
+        if not self._shows_reasoning:
+            parts[:] = [part for part in parts if part.kind != "reasoning"]
 
     def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         # As OpenAI does: an answer that was cut off may have calls, too.
@@ -313,20 +318,29 @@ class ChatAnswer(Answer):
         return {"token": entry.decoded_token, "logprob": json_logprob(entry.logprob), "bytes": data}
 
 
-def _joined(parts: list[Part]) -> tuple[str, dict[int, tuple[str | None, str]]]:
-    """Return the content, and name and arguments by call; the name is None where it came earlier."""
-    content: list[str] = []
+class _Joined(NamedTuple):
+    """Parts of an answer, put together."""
+
+    content: str
+    reasoning: str
+    calls: dict[int, tuple[str | None, str]]
+    """Name and arguments by number; the name is None where it came earlier."""
+
+
+def _joined(parts: list[Part]) -> _Joined:
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
     for kind, text, call in parts:
-        if kind == "content":
-            content.append(text)
-        elif kind == "name":
+        if kind == "name":
             names[call] = text
             arguments[call] = []
-        else:
+        elif kind == "arguments":
             arguments.setdefault(call, []).append(text)
-    return "".join(content), {call: (names.get(call), "".join(texts)) for call, texts in arguments.items()}
+        else:
+            texts[kind].append(text)
+    calls = {call: (names.get(call), "".join(pieces)) for call, pieces in arguments.items()}
+    return _Joined("".join(texts["content"]), "".join(texts["reasoning"]), calls)
 
 
 def _call_start(name: str) -> str:
@@ -336,8 +350,11 @@ def _call_start(name: str) -> str:
 
 
 def _delta(parts: list[Part]) -> str:
-    content, calls = _joined(parts)
+    content, reasoning, calls = _joined(parts)
     fields = [f'"content":{_quoted(content)}'] if content else []
+    if reasoning:
+        quoted = _quoted(reasoning)
+        fields.append(f'"reasoning":{quoted},"reasoning_content":{quoted}')
     items = [
         f'{{"index":{call},{_FUNCTION if name is None else _call_start(name)}"arguments":{_quoted(text)}}}}}'
         for call, (name, text) in calls.items()
@@ -352,15 +369,18 @@ _FUNCTION = '"function":{'
 
 def _message(parts: list[Part]) -> Iterator[str]:
     """Yield the fields of a whole answer, from the value of its content on."""
-    content, calls = _joined(parts)
-    if content or not calls:
+    content, reasoning, calls = _joined(parts)
+    if content or not (calls or reasoning):
         yield from _quoted_text(content)
     else:
         yield "null"
+    for name in ("reasoning", "reasoning_content") if reasoning else ():
+        yield f',"{name}":'
+        yield from _quoted_text(reasoning)
     separator = ',"tool_calls":[{'
-    for name, text in calls.values():
-        assert name is not None, "a whole answer has the names of its calls"
-        yield f'{separator}{_call_start(name)}"arguments":'
+    for function, text in calls.values():
+        assert function is not None, "a whole answer has the names of its calls"
+        yield f'{separator}{_call_start(function)}"arguments":'
         yield from _quoted_text(text)
         yield "}}"
         separator = ",{"

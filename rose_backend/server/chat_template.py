@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, RequestError, kind_and_text
 from rose_backend.server.protocol import ChatMessage, ToolCall, measure_json, refused
 
+_NO_VARIABLES: Mapping[str, Any] = {}
+_END_TAG = "<end of the final message> "
+"""Stands behind a message that the answer goes on with, to find its end in the template's text. The space shows whether
+the template trims messages."""
 _MAX_REASON_LENGTH = 500
 """Characters of an error that a template raises, which may quote the conversation."""
 
@@ -62,9 +67,7 @@ class ChatTemplate:
         if self._template is None:
             return
         try:
-            self._render(
-                [{"role": "user", "content": "?"}], add_generation_prompt=False, max_length=sys.maxsize
-            )
+            self._render([{"role": "user", "content": "?"}], sys.maxsize, {"add_generation_prompt": False})
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         except Exception:
@@ -90,19 +93,27 @@ class ChatTemplate:
         add_generation_prompt: bool,
         max_length: int,
         tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+        continues: bool = False,
     ) -> str:
         """Return the prompt's text.
 
         Args:
             messages: answer of ``plain_messages``, after ``parse_arguments``.
             tools: that the model may call.
+            variables: others of the template.
+            continues: end with the last message's text.
             max_length: of the text, in characters. A template can make any number of one message.
 
         Raises:
             RequestError: the template refuses the conversation, or fails, or the text is longer or no valid Unicode.
         """
         try:
-            text = self._render(self._for_template(messages), add_generation_prompt, max_length, tools)
+            messages = self._for_template(messages)
+            if continues:
+                messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END_TAG}]
+            own = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+            text = self._render(messages, max_length, {**variables, **own})
         except Exception as error:  # a template is a program, and may fail in any way
             reason = kind_and_text(error)[:_MAX_REASON_LENGTH]
             raise refused("messages", f"the model's chat template refuses them ({reason})") from error
@@ -112,35 +123,27 @@ class ChatTemplate:
                 f"got more than {max_length} characters from the chat template, allowed are at most "
                 f"{max_length} (a window full of the longest token)",
             )
+        if continues:
+            text = _up_to_tag(text, messages[-1]["content"])
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise refused("messages", f"not valid Unicode text ({error.reason})") from error
         return text
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        max_length: int,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> str:
+    def _render(self, messages: list[dict[str, Any]], max_length: int, variables: Mapping[str, Any]) -> str:
         """Return the text, or a start of it that is longer than ``max_length``."""
         # Imported here: it takes a second, and is not needed without a template. It does not import torch.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         template = _compile_jinja_template(
-            self._tool_template if tools and self._tool_template else self._template
+            self._tool_template if variables.get("tools") and self._tool_template else self._template
         )
         parts: list[str] = []
         length = 0
-        for part in template.generate(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **({} if self._tokenizer is None else self._tokenizer.special_tokens),
-        ):
+        special_tokens = {} if self._tokenizer is None else self._tokenizer.special_tokens
+        fixed = {"tools": None, "documents": None}
+        for part in template.generate({**fixed, **variables, **special_tokens, "messages": messages}):
             parts.append(part)
             length += len(part)
             if length > max_length:
@@ -160,6 +163,23 @@ class ChatTemplate:
             return [{**instructions[0], "role": "system"}, *others]
         texts = [message["content"] for message in instructions if message["content"]]
         return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _up_to_tag(text: str, final: str) -> str:
+    """Return the text of a template up to the end of its last message.
+
+    Args:
+        final: that message's content, with the tag.
+    """
+    tag = _END_TAG.strip()
+    at = text.rfind(tag)
+    if at < 0 or final.removesuffix(_END_TAG).strip() not in text:
+        raise refused(
+            "continue_final_message",
+            "got a last message whose text the chat template does not show, allowed with others only",
+        )
+    # As in transformers: a template that trims messages has trimmed this one, too.
+    return text[:at] if text[at : at + len(_END_TAG)] == _END_TAG else text[:at].rstrip()
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

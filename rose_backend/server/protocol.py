@@ -86,6 +86,15 @@ IGNORED = frozenset(
         *("parallel_tool_calls", "priority", "request_id", "session_id"),
     }
 )
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "self", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        "additional_special_tokens",
+    }
+)
+"""Of chat templates."""
 _MAX_NAME_LENGTH = 64
 _LIKENESS = 0.8
 
@@ -303,6 +312,32 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     """False leaves out all calls but the first."""
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as enable_thinking."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template; also sets enable_thinking, unless chat_template_kwargs has it."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning out of the answer."""
+    continue_final_message: bool | None = None
+    """Let the answer go on with the last message, which the prompt then ends with."""
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that the request sets in the chat template.
+
+        Raises:
+            RequestError: one is not the request's to set.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        for name in variables:
+            if name in _OWN_VARIABLES:
+                raise refused(
+                    "chat_template_kwargs", f"got {name}, which the server sets; allowed are other names"
+                )
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return variables
+
     @property
     def parses_tool_calls(self) -> bool:
         """Whether calls of tools are looked for in the answer."""
@@ -315,6 +350,11 @@ class ChatCompletionRequest(GenerationRequest):
                 "max_tokens",
                 f"got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
                 "one of the two",
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(
+                "continue_final_message",
+                "got true together with add_generation_prompt, allowed is one of them",
             )
         if self.tool_choice == "auto" and not self.tools:
             raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
@@ -534,7 +574,11 @@ class AnswerMessage(Exact):
 
     role: Literal["assistant"]
     content: str | None
-    """None if there are only calls."""
+    """None if there are only reasoning and calls."""
+    reasoning: str | None = None
+    """Left out if there is none, as is the next field."""
+    reasoning_content: str | None = None
+    """The same, under its earlier name."""
     tool_calls: list[AnswerToolCall] = []
     """Left out if there are none."""
 

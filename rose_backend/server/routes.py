@@ -18,7 +18,12 @@ from starlette.responses import Response
 from rose_backend import __version__
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
-from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER, AnswerParser
+from rose_backend.server.answer_parsers import (
+    MAKE_TOOL_CALL_PARSER,
+    AnswerParser,
+    PlainParser,
+    ReasoningParser,
+)
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
@@ -110,11 +115,15 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     tools = [tool.for_template() for tool in body.tools or ()] or None
     lengths.append(measure_json("tools", tools))
     check_text_length("tools", lengths[-1], processor)
-    parser = parser_of(body, service)
+    variables = body.template_variables()
+    lengths.append(measure_json("chat_template_kwargs", variables))
+    check_text_length("chat_template_kwargs", lengths[-1], processor)
+    continues = bool(body.continue_final_message)
+    parser = parser_of(body, service, variables, messages[-1]["content"] if continues else None)
     if body.parses_tool_calls:
         # Some models' marks of calls are special tokens.
         params = replace(params, skip_special_tokens=False)
-    adds_start = body.add_generation_prompt is not False
+    adds_start = body.add_generation_prompt is not False and not continues
 
     def process() -> list[ProcessedInput]:
         parse_arguments(messages)
@@ -124,6 +133,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
             add_generation_prompt=adds_start,
             max_length=max_text_length(processor),
             tools=tools,
+            variables=variables,
+            continues=continues,
         )
         ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
         return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
@@ -138,6 +149,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         num_top_logprobs=body.top_logprobs or 0,
         parser=parser,
         max_calls=1 if body.parallel_tool_calls is False else None,
+        shows_reasoning=body.include_reasoning is not False,
     )
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
@@ -250,22 +262,38 @@ def check_body(request: Request, body: Body) -> Service:
     return service
 
 
-def parser_of(body: ChatCompletionRequest, service: Service) -> Callable[[], AnswerParser] | None:
+def parser_of(
+    body: ChatCompletionRequest, service: Service, variables: Mapping[str, Any], start: str | None
+) -> Callable[[], AnswerParser] | None:
     """Return what makes a parser for each answer; None where answers are content only.
+
+    Args:
+        variables: of the chat template.
+        start: of the answer, where it goes on with a message.
 
     Raises:
         RequestError: the server was not started for what the request needs.
     """
-    if not body.parses_tool_calls:
-        return None
-    name = service.settings.tool_call_parser
-    if not service.settings.enable_auto_tool_choice or name is None:
-        raise refused(
-            "tool_choice",
-            "got tools for the model to choose from, which needs a server that was started with "
-            "--enable-auto-tool-choice and --tool-call-parser; allowed here is 'none'",
-        )
-    return MAKE_TOOL_CALL_PARSER[name]
+    settings = service.settings
+    make: Callable[[], AnswerParser] | None = None
+    if body.parses_tool_calls:
+        if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
+            raise refused(
+                "tool_choice",
+                "got tools for the model to choose from, which needs a server that was started with "
+                "--enable-auto-tool-choice and --tool-call-parser; allowed here is 'none'",
+            )
+        make = MAKE_TOOL_CALL_PARSER[settings.tool_call_parser]
+    if settings.reasoning_parser is None:
+        return make
+    # As in vLLM, models in the format qwen3 reason unless they are told not to; those of deepseek_r1 always do.
+    reasons = settings.reasoning_parser != "qwen3" or bool(variables.get("enable_thinking", True))
+    if start is not None:
+        reasons = "<think>" in start and "</think>" not in start
+    if not reasons:
+        return make
+    make_answer = make or PlainParser
+    return lambda: ReasoningParser(make_answer())
 
 
 def answer_options(request: Request, body: GenerationRequest, n: int, prefix: str) -> AnswerOptions:

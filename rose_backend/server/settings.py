@@ -10,6 +10,8 @@ from rose_backend.errors import ConfigError
 
 TOOL_CALL_PARSERS = ("hermes",)
 """vLLM's names of formats in which models call tools."""
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
+"""vLLM's names of how models write reasoning. Answers of qwen3 have none where ``enable_thinking`` is false."""
 RETRY_AFTER_S = 1
 """Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024
@@ -57,6 +59,8 @@ class ServerSettings:
     """Let the model choose whether to call tools."""
     tool_call_parser: str | None = None
     """How it writes calls, one of ``TOOL_CALL_PARSERS``."""
+    reasoning_parser: str | None = None
+    """How the model writes reasoning in front of an answer, one of ``REASONING_PARSERS``; None: it is content."""
     max_connections: int = 2048
     """Open at once; more are answered 503 and closed."""
     max_header_bytes: int = 64 << 10
@@ -91,10 +95,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
-        if self.tool_call_parser not in (None, *TOOL_CALL_PARSERS):
-            raise ConfigError(
-                f"tool_call_parser: got {self.tool_call_parser!r}, allowed are {', '.join(TOOL_CALL_PARSERS)}"
-            )
+        for name, names in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            if getattr(self, name) not in (None, *names):
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(names)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
         for name, low, high in (

@@ -10,26 +10,34 @@ import pytest
 from hypothesis import given, settings
 
 from rose_backend.server import answer_parsers
-from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER, AnswerParser
+from rose_backend.server.answer_parsers import (
+    MAKE_TOOL_CALL_PARSER,
+    AnswerParser,
+    HermesParser,
+    ReasoningParser,
+)
 
 Found = tuple[str, list[tuple[str, str]]]
-"""Content, and name and arguments of each call."""
+"""Content, behind reasoning in parentheses if there is any, and name and arguments of each call."""
 
 
 def found(parser: AnswerParser, pieces: list[str]) -> Found:
     """Return what a parser finds, and check the order of its parts."""
-    content, calls = "", []
+    content, reasoning, calls = "", "", []
     for piece in [*pieces, None]:
         for kind, text, call in parser.end() if piece is None else parser.feed(piece):
             if kind == "content":
                 content += text
+            elif kind == "reasoning":
+                assert not content and not calls, "reasoning comes first"
+                reasoning += text
             elif kind == "name":
                 assert call == len(calls), "a name begins the next call"
                 calls.append((text, ""))
             else:
                 assert call == len(calls) - 1, "arguments belong to the last call"
                 calls[call] = (calls[call][0], calls[call][1] + text)
-    return content, calls
+    return f"({reasoning}){content}" if reasoning else content, calls
 
 
 def hermes(*calls: str) -> str:
@@ -77,6 +85,26 @@ TEXTS: dict[str, list[tuple[str, Found]]] = {
         ),
     ],
 }
+REASONED: list[tuple[str, Found]] = [
+    ("", ("", [])),
+    ("<think>\nHm.\n</think>\n\nYes.", ("(\nHm.\n)\n\nYes.", [])),
+    ("Hm.</think>Yes.", ("(Hm.)Yes.", [])),
+    ("<think>Hm < 5", ("(Hm < 5)", [])),
+    ("Hm</thin", ("(Hm</thin)", [])),
+    ("<think></think>Yes</think><think>", ("Yes</think><think>", [])),
+    # What is only thought of is not called.
+    (f"<think>{hermes(A)}</think>I look.{hermes(B)}", (f"({hermes(A)})I look.", [FOUND_B])),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), REASONED, ids=lambda value: repr(value)[:50])
+def test_reasoning_at_every_split(text: str, expected: Found) -> None:
+    for first in range(len(text) + 1):
+        pieces = [text[:first], text[first:]]
+        assert found(ReasoningParser(HermesParser()), pieces) == expected, f"split before {text[first:]!r}"
+    assert found(ReasoningParser(HermesParser()), list(text)) == expected
+
+
 CASES = [(name, text, expected) for name, cases in TEXTS.items() for text, expected in cases]
 
 
@@ -102,7 +130,8 @@ PIECES = st.sampled_from(
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(text=st.lists(PIECES, max_size=30).map("".join), data=st.data())
 def test_made_up_texts_at_any_split(name: str, text: str, data: st.DataObject) -> None:
-    make = MAKE_TOOL_CALL_PARSER[name]
+    make_calls = MAKE_TOOL_CALL_PARSER[name]
+    make = data.draw(st.sampled_from([make_calls, lambda: ReasoningParser(make_calls())]))
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
     whole = found(make(), [text])
