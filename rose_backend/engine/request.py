@@ -186,6 +186,18 @@ _FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 """As in vLLM, so that the same salts are valid in both."""
 
 
+class PromptOptions(NamedTuple):
+    """How prompts become token ids, and how long their answers may be."""
+
+    max_new_tokens: int | None = None
+    """Limit for parameters that leave it open, where the window does not end before."""
+    clips_max_tokens: bool = False
+    """Lower ``max_tokens`` to what the window leaves after a prompt, as servers do, instead of refusing it."""
+
+
+_AS_GIVEN = PromptOptions()
+
+
 class ProcessedInput(NamedTuple):
     """A tokenized prompt and its parameters, both checked."""
 
@@ -243,13 +255,13 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         params_list: Sequence[SamplingParams],
         namespace: bytes | None = None,
-        max_new_tokens: int | None = None,
+        options: PromptOptions = _AS_GIVEN,
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
-            max_new_tokens: limit for parameters that leave it open, where the window does not end before.
+            options: of all of them.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
@@ -257,10 +269,7 @@ class InputProcessor:
             some, salts = _without_salts(prompts[part])
             ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
-                self._check_params(params, len(ids))
-                if max_new_tokens is not None and params.max_tokens is None:
-                    limit = min(max_new_tokens, self.max_model_len - len(ids))
-                    params = replace(params, max_tokens=limit)
+                params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
@@ -314,15 +323,23 @@ class InputProcessor:
     def _decoder(self, params: SamplingParams) -> Decoder:
         return self.tokenizer.decoder(skip_special_tokens=params.skip_special_tokens)
 
-    def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
+    def _checked_params(
+        self, params: SamplingParams, prompt_length: int, options: PromptOptions
+    ) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        room = self.max_model_len - prompt_length
+        if options.clips_max_tokens and params.max_tokens is not None and params.max_tokens > room:
+            params = replace(params, max_tokens=room)
         params.check_against_model(
             prompt_length=prompt_length,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self._max_num_seqs,
         )
+        if options.max_new_tokens is not None and params.max_tokens is None:
+            params = replace(params, max_tokens=min(options.max_new_tokens, room))
+        return params
 
     def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
         """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
@@ -503,7 +520,8 @@ class SamplingDefaults:
         params = self.sampling_params()
         if self.max_new_tokens is not None:
             params = replace(params, max_tokens=None)
-        return processor.process_all(prompts, [params] * len(prompts), max_new_tokens=self.max_new_tokens)
+        options = PromptOptions(max_new_tokens=self.max_new_tokens)
+        return processor.process_all(prompts, [params] * len(prompts), options=options)
 
     def __str__(self) -> str:
         limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}

@@ -19,7 +19,7 @@ import functools
 import logging
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.types import FailFast
@@ -171,6 +171,23 @@ class GenerationRequest(Body):
             )
         return SamplingParams(**{**defaults, **given, **self._route_params()})
 
+    def check_max_tokens(self, max_model_len: int) -> None:
+        """Refuse an answer that no window holds. One that the prompt leaves no room for is cut off there, as in vLLM.
+
+        Raises:
+            RequestError: more tokens are asked for than a window has.
+        """
+        for name in self._limit_names:
+            if (limit := getattr(self, name)) is not None:
+                if limit > max_model_len:
+                    raise refused(
+                        name, f"got {limit}, allowed are at most {max_model_len}, the model's window"
+                    )
+                return
+
+    _limit_names: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Fields with the limit of an answer; the first one that is given counts."""
+
     def _route_params(self) -> dict[str, Any]:
         """Check and return what only one route's body expresses."""
         return {}
@@ -220,6 +237,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = in_range("max_tokens")
+    """Counts instead of ``max_tokens`` where both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
@@ -227,21 +245,18 @@ class ChatCompletionRequest(GenerationRequest):
     add_special_tokens: Literal[False] | None = None
     """The chat template writes all special tokens."""
 
+    _limit_names = ("max_completion_tokens", "max_tokens")
+
     def _route_params(self) -> dict[str, Any]:
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            raise refused(
-                "max_tokens",
-                f"got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
-                "one of the two",
-            )
         if self.top_logprobs and not self.logprobs:
             raise refused(
                 "top_logprobs",
                 f"got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
             )
         return {
-            "max_tokens": limits.pop() if limits else None,
+            "max_tokens": self.max_tokens
+            if self.max_completion_tokens is None
+            else self.max_completion_tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
 

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
-from rose_backend.engine.request import InputProcessor, ProcessedInput
+from rose_backend.engine.request import InputProcessor, ProcessedInput, PromptOptions
 from rose_backend.errors import EngineStalledError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
@@ -72,13 +72,15 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
+    body.check_max_tokens(processor.max_model_len)
     prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
     longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
     check_text_length("prompt", longest, processor)
     length = length_of(prompts)
+    options = PromptOptions(clips_max_tokens=True)
     inputs = await run_by_length(
-        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace)
+        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace, options)
     )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
@@ -99,6 +101,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
+    body.check_max_tokens(processor.max_model_len)
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
@@ -112,7 +115,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
             messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
         )
         ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
-        return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
+        options = PromptOptions(service.sampling_defaults.max_new_tokens, clips_max_tokens=True)
+        return processor.process_all([ids], [params], namespace, options)
 
     inputs = await run_by_length(length, process)
     check_answer_tokens(inputs, None, service)

@@ -59,7 +59,12 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         ({"n": True}, "n", "n: got True"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens: got 0"),
         ({"max_tokens": 10**30}, "max_tokens", "max_tokens: got 10000"),
-        ({"max_tokens": 1024}, "max_tokens", "max_tokens: got 1024, allowed is at most 10"),
+        ({"max_tokens": 1025}, "max_tokens", "got 1025, allowed are at most 1024, the model's window"),
+        (
+            {"max_tokens": 1024, "min_tokens": 1024},
+            "min_tokens",
+            "allowed is at most max_tokens, which is 10",
+        ),
         ({"min_tokens": 3}, "min_tokens", "at most max_tokens, which is 2"),
         ({"temperature": -0.1}, "temperature", "temperature: got -0.1"),
         ({"temperature": 1e39}, "temperature", "got 1e+39, allowed is: less than or equal to 1000"),
