@@ -54,10 +54,7 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (None, True),
     **dict.fromkeys(
-        (
-            *("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_ids"),
-            *("return_tokens_as_token_ids", "return_token_strs"),
-        ),
+        (*("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_strs"),),
         (None, False),
     ),
     **dict.fromkeys(
@@ -126,7 +123,8 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     """Send token counts in a last event."""
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """With ``include_usage``, send those of a completion in each of its events, too."""
 
 
 class GenerationRequest(Body):
@@ -151,6 +149,10 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
@@ -361,6 +363,8 @@ class Choice(Exact):
     index: int
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class Answer(Exact):
@@ -386,6 +390,8 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class CompletionAnswerModel(Answer):
@@ -434,6 +440,8 @@ class ChatAnswerModel(Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class ModelCard(Exact):

@@ -33,6 +33,7 @@ from rose_backend.server.protocol import (
     GenerationRequest,
     HealthAnswer,
     ModelList,
+    StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
     VersionAnswer,
@@ -85,10 +86,11 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
-    if body.echo:
+    # As in vLLM, who asks for the prompt's tokens does not get its text.
+    if body.echo and not body.return_token_ids:
         echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
-    check_answer_tokens(inputs, echo, service)
-    answer = CompletionAnswer(answer_options(request, body, params.n, "cmpl"), echo=echo)
+    check_answer_tokens(inputs, echo, service, bool(body.return_token_ids))
+    answer = CompletionAnswer(answer_options(request, body, inputs, "cmpl"), echo=echo)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -119,8 +121,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         return processor.process_all([ids], [params], namespace, options)
 
     inputs = await run_by_length(length, process)
-    check_answer_tokens(inputs, None, service)
-    options = answer_options(request, body, params.n, "chatcmpl")
+    check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
+    options = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
     answer = ChatAnswer(options, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
@@ -234,15 +236,22 @@ def check_body(request: Request, body: Body) -> Service:
     return service
 
 
-def answer_options(request: Request, body: GenerationRequest, n: int, prefix: str) -> AnswerOptions:
+def answer_options(
+    request: Request, body: GenerationRequest, inputs: list[ProcessedInput], prefix: str
+) -> AnswerOptions:
     """Return what the answer takes over; its id is ``prefix`` and the request's."""
     service: Service = request.app.state.service
+    streaming = body.stream_options or StreamOptions()
     return AnswerOptions(
         id=f"{prefix}-{request.state.record.request_id}",
         created=int(time.time()),
         model=service.model_name,
-        n=n,
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        n=inputs[0].params.n,
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
+        prompts=[each.token_ids for each in inputs],
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -296,12 +305,15 @@ def max_text_length(processor: InputProcessor) -> int:
     return processor.max_model_len * processor.tokenizer.max_token_length
 
 
-def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, service: Service) -> None:
+def check_answer_tokens(
+    inputs: list[ProcessedInput], echo: list[str] | None, service: Service, returns_token_ids: bool
+) -> None:
     """Check how much one answer may become. A single completion is bounded by the window.
 
     Args:
         inputs: of one request, with the same parameters but for ``max_tokens``.
         echo: text that precedes the completions of each.
+        returns_token_ids: whether each completion comes with its token ids and those of its prompt.
 
     Raises:
         RequestError: all completions together may have more tokens and log-probabilities than one request may ask for.
@@ -311,13 +323,14 @@ def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, se
     if len(inputs) * n == 1:
         return
     limits = (each.params.max_tokens or max_model_len - len(each.token_ids) for each in inputs)
-    num_tokens = n * sum(limits) * (1 + num_logprobs) + n * sum(map(len, echo or ()))
+    num_tokens = n * sum(limits) * (1 + num_logprobs + returns_token_ids) + n * sum(map(len, echo or ()))
+    num_tokens += n * sum(len(each.token_ids) for each in inputs) * returns_token_ids
     if num_tokens > limit:
         raise refused(
             "max_tokens",
             f"got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
-            f"more for each of its {num_logprobs} log-probabilities, echoed characters included; allowed are at most "
-            f"{limit} in one request (--max-answer-tokens)",
+            f"more for each of its {num_logprobs} log-probabilities, echoed characters and returned token ids "
+            f"included; allowed are at most {limit} in one request (--max-answer-tokens)",
         )
 
 
