@@ -14,7 +14,7 @@ import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,6 +178,8 @@ _PROMPTS_PER_PASS = 64
 """Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
 _IDS_AT_ONCE = 1 << 16
 """Token ids that are converted in one call; it takes about 2 ms."""
+MAX_CUT_TOKENS = 1 << 20
+"""Tokens of a text of which only some are computed, where the window holds fewer."""
 _MAX_UNCOUNTED_TOKENS = 1 << 20
 """A text that cannot have more tokens is tokenized at once, a longer one is counted first."""
 _TRIMMED_LENGTH = 1 << 18
@@ -191,6 +193,12 @@ class PromptOptions(NamedTuple):
 
     max_new_tokens: int | None = None
     """Limit for parameters that leave it open, where the window does not end before."""
+    add_special_tokens: bool = True
+    """Add the special tokens that the tokenizer adds to a text."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at most."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are cut off. None is the left, but keeps special tokens that the tokenizer adds there."""
     clips_max_tokens: bool = False
     """Lower ``max_tokens`` to what the window leaves after a prompt, as servers do, instead of refusing it."""
 
@@ -267,7 +275,9 @@ class InputProcessor:
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
             part = slice(first, first + _PROMPTS_PER_PASS)
             some, salts = _without_salts(prompts[part])
-            ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
+            if options.truncate_prompt_tokens is not None:
+                some = [each if isinstance(each, str) else _truncated(each, options) for each in some]
+            ids_list = self._packed_ids(some) or (self._checked_prompt(each, options) for each in some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
                 params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
@@ -365,10 +375,10 @@ class InputProcessor:
             return None
         return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _checked_prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+    def _checked_prompt(self, prompt: str | Sequence[int], options: PromptOptions) -> NDArray[np.int32]:
         if not isinstance(prompt, str):
             return self._checked_ids(prompt)
-        ids = self.encode(prompt, max_tokens=self.max_model_len - 1)
+        ids = self.encode_prompt(prompt, options)
         self._check_length(len(ids))
         array = _as_array(ids)
         # Files beside the tokenizer's may add tokens that the model has no embeddings for.
@@ -380,6 +390,18 @@ class InputProcessor:
                 parameter="prompt",
             )
         return array
+
+    def encode_prompt(self, text: str, options: PromptOptions) -> list[int]:
+        """Return the token ids of a prompt, which may be too many for the window.
+
+        Raises:
+            RequestError: see ``encode``; a text to truncate may have ``MAX_CUT_TOKENS``, or a window of them.
+        """
+        adds, max_tokens = options.add_special_tokens, self.max_model_len - 1
+        if options.truncate_prompt_tokens is None:
+            return self.encode(text, max_tokens=max_tokens, add_special_tokens=adds)
+        ids = self.encode(text, max_tokens=max(max_tokens, MAX_CUT_TOKENS), add_special_tokens=adds)
+        return _truncated(ids, options, self.tokenizer.num_added_tokens if adds else (0, 0))
 
     def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -437,6 +459,23 @@ class InputProcessor:
                     parameter="prompt",
                 )
         return _as_array(prompt)
+
+
+def _truncated(ids: Any, options: PromptOptions, num_added: tuple[int, int] = (0, 0)) -> Any:
+    """Return a list of token ids cut to the length that ``options`` allow; what is no list is left as it is.
+
+    Args:
+        num_added: special tokens at both ends that are kept unless a side was chosen.
+    """
+    limit = options.truncate_prompt_tokens
+    if not isinstance(ids, list) or limit is None or len(ids) <= limit:
+        return ids
+    if options.truncation_side == "right":
+        return ids[:limit]
+    before, after = num_added if options.truncation_side is None else (0, 0)
+    # None of the text may remain beside the special tokens, nor all of these.
+    first = min(len(ids) - limit + before, len(ids) - after)
+    return (ids[:before] + ids[first:])[:limit]
 
 
 def _parts(sequence: Sequence[Any]) -> Iterator[Sequence[Any]]:

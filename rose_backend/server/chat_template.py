@@ -99,7 +99,7 @@ class ChatTemplate:
             raise refused(
                 "messages",
                 f"got more than {max_length} characters from the chat template, allowed are at most "
-                f"{max_length} (a window full of the longest token)",
+                f"{max_length}",
             )
         try:
             text.encode()

@@ -30,6 +30,7 @@ from rose_backend.config import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from rose_backend.engine.request import PromptOptions
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PARTS, MAX_UNKNOWN_FIELDS
@@ -48,9 +49,7 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "reasoning_effort": (None, "none"),
-    "add_special_tokens": (None, True),
     "length_penalty": (None, 1.0),
-    "truncate_prompt_tokens": (None,),
     "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (None, True),
     **dict.fromkeys(
@@ -149,6 +148,13 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
+    conversations, in which the chat template writes them."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=TOKEN_IDS.high)] | None = None
+    """Cut longer prompts to this many tokens; -1: to the window less one token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where they are cut; unless given on the left, but behind special tokens that were added there."""
     return_token_ids: bool | None = None
     """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
     return_tokens_as_token_ids: bool | None = None
@@ -173,19 +179,31 @@ class GenerationRequest(Body):
             )
         return SamplingParams(**{**defaults, **given, **self._route_params()})
 
-    def check_max_tokens(self, max_model_len: int) -> None:
-        """Refuse an answer that no window holds. One that the prompt leaves no room for is cut off there, as in vLLM.
+    def prompt_options(self, max_model_len: int, max_new_tokens: int | None = None) -> PromptOptions:
+        """Return how prompts are read. An answer that a prompt leaves no room for is cut off there, as in vLLM.
+
+        Args:
+            max_model_len: the window, in tokens.
+            max_new_tokens: of an answer, if the request does not say.
 
         Raises:
-            RequestError: more tokens are asked for than a window has.
+            RequestError: a prompt or an answer of more tokens than a window has is asked for.
         """
-        for name in self._limit_names:
-            if (limit := getattr(self, name)) is not None:
-                if limit > max_model_len:
-                    raise refused(
-                        name, f"got {limit}, allowed are at most {max_model_len}, the model's window"
-                    )
-                return
+        limits = [name for name in self._limit_names if getattr(self, name) is not None]
+        for name in (*limits[:1], "truncate_prompt_tokens"):
+            if (limit := getattr(self, name)) is not None and limit > max_model_len:
+                raise refused(name, f"got {limit}, allowed are at most {max_model_len}, the model's window")
+        limit, adds = self.truncate_prompt_tokens, self.add_special_tokens
+        return PromptOptions(
+            max_new_tokens,
+            add_special_tokens=self._adds_special_tokens if adds is None else adds,
+            truncate_prompt_tokens=max_model_len - 1 if limit == -1 else limit,
+            truncation_side=self.truncation_side,
+            clips_max_tokens=True,
+        )
+
+    _adds_special_tokens: ClassVar[bool] = True
+    """Unless the request says."""
 
     _limit_names: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Fields with the limit of an answer; the first one that is given counts."""
@@ -244,9 +262,8 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
-    add_special_tokens: Literal[False] | None = None
-    """The chat template writes all special tokens."""
 
+    _adds_special_tokens = False
     _limit_names = ("max_completion_tokens", "max_tokens")
 
     def _route_params(self) -> dict[str, Any]:

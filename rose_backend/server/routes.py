@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
-from rose_backend.engine.request import InputProcessor, ProcessedInput, PromptOptions
+from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
@@ -54,8 +54,6 @@ _IDS_AT_ONCE = 4096
 """Token ids that are written as JSON in less than a millisecond."""
 _CHARACTERS_AT_ONCE = 1 << 16
 """Characters that are written as JSON in less than a millisecond."""
-_MAX_TOKENS = 1 << 20
-"""Tokens of a long prompt that ``/tokenize`` returns, where the window holds fewer."""
 
 # Of each event; its data is JSON, or [DONE].
 _EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
@@ -73,13 +71,13 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
-    body.check_max_tokens(processor.max_model_len)
+    options = body.prompt_options(processor.max_model_len)
     prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
-    longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
-    check_text_length("prompt", longest, processor)
+    if options.truncate_prompt_tokens is None:
+        longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
+        check_text_length("prompt", longest, processor)
     length = length_of(prompts)
-    options = PromptOptions(clips_max_tokens=True)
     inputs = await run_by_length(
         length, partial(processor.process_all, prompts, [params] * len(prompts), namespace, options)
     )
@@ -103,28 +101,29 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
-    body.check_max_tokens(processor.max_model_len)
+    options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
+    max_length = max_text_length(processor)
+    if options.truncate_prompt_tokens is not None:
+        max_length = max(max_length, service.settings.max_body_bytes)
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
     length = length_of([text for message in messages for text in message.values()])
-    check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
+    if options.truncate_prompt_tokens is None:
+        check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
     adds_start = body.add_generation_prompt is not False
 
     def process() -> list[ProcessedInput]:
         # A template may show a text more than once.
-        text = template.render(
-            messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
-        )
-        ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
-        options = PromptOptions(service.sampling_defaults.max_new_tokens, clips_max_tokens=True)
+        text = template.render(messages, add_generation_prompt=adds_start, max_length=max_length)
+        ids = processor.encode_prompt(text, options)
         return processor.process_all([ids], [params], namespace, options)
 
     inputs = await run_by_length(length, process)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
-    options = answer_options(request, body, inputs, "chatcmpl")
+    answer_from = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
-    answer = ChatAnswer(options, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
+    answer = ChatAnswer(answer_from, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -152,7 +151,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = check_body(request, body)
     processor = service.engine.input_processor
     check_text_length("prompt", len(body.prompt), processor)
-    max_tokens = max(processor.max_model_len, _MAX_TOKENS)
+    max_tokens = max(processor.max_model_len, MAX_CUT_TOKENS)
 
     def encode() -> Response:
         token_ids = processor.encode(body.prompt, max_tokens=max_tokens)
