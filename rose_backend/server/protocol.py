@@ -52,6 +52,10 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (None, 1.0),
     "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (None, True),
+    "thinking_token_budget": (None, -1),
+    "repetition_detection": (None,),
+    "watermarking": (None, False),
+    "return_prompt_text": (None, False),
     **dict.fromkeys(
         (*("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_strs"),),
         (None, False),
@@ -62,7 +66,13 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
             *("prompt_embeds", "allowed_token_ids", "bad_words", "logits_processors"),
             *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
-            *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"),
+            *(
+                "mm_processor_kwargs",
+                "media_io_kwargs",
+                "kv_transfer_params",
+                "ec_transfer_params",
+                "vllm_xargs",
+            ),
         ),
         _EMPTY,
     ),
@@ -70,7 +80,11 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
 IGNORED = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("parallel_tool_calls", "priority", "request_id", "session_id"),
+        *("parallel_tool_calls", "include_reasoning", "priority", "request_id", "session_id"),
+        # vLLM ignores these on routes that generate, or in models without experts or images.
+        *("return_token_offsets", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
+        # How many tokens come in an event, which changes no text.
+        "stream_interval",
     }
 )
 _MAX_NAME_LENGTH = 64

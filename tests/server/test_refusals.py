@@ -95,6 +95,8 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported; allowed is null or -1"),
+        ({"watermarking": True}, "watermarking", "not supported; allowed is null or False"),
         (
             {"cache_salt": ""},
             "cache_salt",
@@ -127,6 +129,12 @@ def test_one_bad_prompt_refuses_all(server: LiveServer) -> None:
     [
         {"user": "me", "metadata": {"a": 1}, "store": True},
         {"best_of": 1, "logit_bias": {}, "suffix": None, "use_beam_search": False, "length_penalty": 1.0},
+        {
+            "stream_interval": 5,
+            "thinking_token_budget": -1,
+            "mm_payload": "none",
+            "return_token_offsets": True,
+        },
         {"some_new_option": {"deep": [1]}},
     ],
 )
