@@ -21,8 +21,19 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.types import FailFast
+from pydantic_core import PydanticKnownError
 
 from rose_backend.config import (
     MAX_CACHE_SALT_LENGTH,
@@ -90,8 +101,25 @@ IGNORED = frozenset(
 _MAX_NAME_LENGTH = 64
 _LIKENESS = 0.8
 
+
+def _refuse_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _refuse_text(value: Any) -> Any:
+    """Numbers of log-probabilities are no texts in vLLM, either."""
+    if isinstance(value, (bool, str)):
+        raise PydanticKnownError("int_type")
+    return value
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
-TokenId = Annotated[int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high)]
+# As in vLLM, texts of numbers are numbers, and 1.0 is an integer.
+Int = Annotated[int, Strict(False)]
+Float = Annotated[float, Strict(False)]
+TokenId = Annotated[Int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high), BeforeValidator(_refuse_truth_value)]
 # A union over long lists would collect an error per element and branch; ``read_prompts`` checks it instead.
 Prompts = Annotated[
     Any,
@@ -122,7 +150,10 @@ def refused(field: str, reason: str) -> RequestError:
 
 
 class Body(BaseModel):
-    """Base of all bodies: no type conversions, and unknown fields are kept for ``check_other_fields``."""
+    """Base of all bodies: no type conversions but those of ``Int`` and ``Float``.
+
+    Unknown fields are kept for ``check_other_fields``.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -143,21 +174,21 @@ class StreamOptions(BaseModel):
 class GenerationRequest(Body):
     """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
 
-    n: int | None = in_range("n")
+    n: Int | None = in_range("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = in_range("temperature")
-    top_p: float | None = in_range("top_p")
-    seed: int | None = in_range("seed")
-    presence_penalty: float | None = in_range("presence_penalty")
-    frequency_penalty: float | None = in_range("frequency_penalty")
+    temperature: Float | None = in_range("temperature")
+    top_p: Float | None = in_range("top_p")
+    seed: Int | None = in_range("seed")
+    presence_penalty: Float | None = in_range("presence_penalty")
+    frequency_penalty: Float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    max_tokens: int | None = in_range("max_tokens")
+    max_tokens: Int | None = in_range("max_tokens")
 
-    min_tokens: int | None = in_range("min_tokens")
-    top_k: int | None = in_range("top_k")
-    min_p: float | None = in_range("min_p")
-    repetition_penalty: float | None = in_range("repetition_penalty")
+    min_tokens: Int | None = in_range("min_tokens")
+    top_k: Int | None = in_range("top_k")
+    min_p: Float | None = in_range("min_p")
+    repetition_penalty: Float | None = in_range("repetition_penalty")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -165,7 +196,7 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
     conversations, in which the chat template writes them."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=TOKEN_IDS.high)] | None = None
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1, le=TOKEN_IDS.high)
     """Cut longer prompts to this many tokens; -1: to the window less one token."""
     truncation_side: Literal["left", "right"] | None = None
     """Where they are cut; unless given on the left, but behind special tokens that were added there."""
@@ -175,6 +206,20 @@ class GenerationRequest(Body):
     """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
+
+    @field_validator(
+        *(RANGES.keys() - {"logprobs"}),
+        *("max_completion_tokens", "truncate_prompt_tokens"),
+        mode="before",
+        check_fields=False,
+    )
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """vLLM takes true as 1, which is hardly ever meant."""
+        if isinstance(value, bool):
+            is_float = isinstance(RANGES.get(info.field_name or "", TOKEN_IDS).low, float)
+            raise PydanticKnownError("float_type" if is_float else "int_type")
+        return value
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of the request; a field that is missing or null takes its default.
@@ -232,7 +277,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = in_range("logprobs")
+    logprobs: Int | None = in_range("logprobs")
+
+    _refuse_text = field_validator("logprobs", mode="before")(_refuse_text)
 
     def _route_params(self) -> dict[str, Any]:
         if self.echo and self.logprobs is not None:
@@ -270,13 +317,14 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = in_range("max_tokens")
+    max_completion_tokens: Int | None = in_range("max_tokens")
     """Counts instead of ``max_tokens`` where both are given."""
     logprobs: bool | None = None
-    top_logprobs: int | None = in_range("logprobs")
+    top_logprobs: Int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
 
+    _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
     _adds_special_tokens = False
     _limit_names = ("max_completion_tokens", "max_tokens")
 
