@@ -627,6 +627,10 @@ class Tokenizer:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
+    def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them; ids that none has are empty."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     @cached_property
     def num_added_tokens(self) -> tuple[int, int]:
         """Numbers of special tokens that ``encode`` adds before a text and after it."""

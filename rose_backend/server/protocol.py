@@ -343,9 +343,18 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(Body):
-    """Body of ``POST /tokenize``."""
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: Annotated[
+        list[ChatMessage] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)
+    ] = None
+    add_generation_prompt: bool | None = None
+    """Whether a conversation ends with the start of the assistant's answer; true unless given."""
+    add_special_tokens: bool | None = None
+    """As in completions and in chat completions."""
+    return_token_strs: bool | None = None
+    """Return the tokens as the vocabulary writes them, too."""
 
 
 class DetokenizeRequest(Body):
@@ -547,6 +556,8 @@ class TokenizeAnswer(Exact):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
+    """With ``return_token_strs``."""
 
 
 class DetokenizeAnswer(Exact):

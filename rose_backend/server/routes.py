@@ -147,17 +147,39 @@ async def list_models(request: Request) -> Response:
 
 @router.post("/tokenize", responses={200: {"model": TokenizeAnswer}}, tags=["tokens"])
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Return the token ids of a prompt."""
+    """Return the token ids of a prompt, or of a conversation as the chat template writes it."""
     service = check_body(request, body)
     processor = service.engine.input_processor
-    check_text_length("prompt", len(body.prompt), processor)
-    max_tokens = max(processor.max_model_len, MAX_CUT_TOKENS)
+    if (body.prompt is None) == (body.messages is None):
+        got = "nothing" if body.prompt is None else "a prompt and messages"
+        raise refused("prompt", f"got {got}, allowed is either a prompt or messages")
+    if body.messages is None:
+        texts = [body.prompt or ""]
+        check_text_length("prompt", len(texts[0]), processor)
+    else:
+        service.chat_template.check_available()
+        messages = plain_messages(body.messages)
+        texts = [text for message in messages for text in message.values()]
+        check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
 
     def encode() -> Response:
-        token_ids = processor.encode(body.prompt, max_tokens=max_tokens)
-        return _json_with_ids({"count": len(token_ids), "max_model_len": processor.max_model_len}, token_ids)
+        text, adds = texts[0], body.add_special_tokens
+        if body.messages is not None:
+            adds_start = body.add_generation_prompt is not False
+            max_length = max_text_length(processor)
+            text = service.chat_template.render(
+                messages, add_generation_prompt=adds_start, max_length=max_length
+            )
+        token_ids = processor.encode(
+            text,
+            max_tokens=max(processor.max_model_len, MAX_CUT_TOKENS),
+            add_special_tokens=body.messages is None if adds is None else adds,
+        )
+        strs = processor.tokenizer.token_strs if body.return_token_strs else None
+        counts = {"count": len(token_ids), "max_model_len": processor.max_model_len}
+        return _json_with_ids(counts, token_ids, strs)
 
-    return await run_by_length(len(body.prompt), encode)
+    return await run_by_length(length_of(texts) if body.messages else len(texts[0]), encode)
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
@@ -350,13 +372,24 @@ async def run_by_length(length: int, work: Callable[[], T]) -> T:
     return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
 
 
-def _json_with_ids(answer: Mapping[str, object], token_ids: list[int]) -> Response:
-    """Return ``answer`` with a list that may be long: encoded in one call, it would hold the interpreter lock."""
-    pieces = [f'{json.dumps(answer)[:-1]}, "tokens": ['.encode()]
-    for first in range(0, len(token_ids), _IDS_AT_ONCE):
-        separator = ", " if first else ""
-        pieces.append((separator + json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]).encode())
-    return WholeAnswer([*pieces, b"]}"])
+def _json_with_ids(
+    answer: Mapping[str, object], token_ids: list[int], strs: Callable[[list[int]], list[str]] | None
+) -> Response:
+    """Return ``answer`` with lists that may be long: encoded in one call, they would hold the interpreter lock.
+
+    Args:
+        strs: returns the texts of tokens, which are added to the answer, too.
+    """
+    pieces = [json.dumps(answer)[:-1].encode()]
+    for name, items in (("tokens", list), ("token_strs", strs)):
+        if items is not None:
+            pieces.append(f', "{name}": ['.encode())
+            for first in range(0, len(token_ids), _IDS_AT_ONCE):
+                separator = ", " if first else ""
+                part = items(token_ids[first : first + _IDS_AT_ONCE])
+                pieces.append((separator + json.dumps(part)[1:-1]).encode())
+            pieces.append(b"]")
+    return WholeAnswer([*pieces, b"}"])
 
 
 def _json_with_text(text: str) -> Response:

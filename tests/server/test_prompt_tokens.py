@@ -73,6 +73,18 @@ def test_special_tokens(begins: LiveServer, ids: list[int]) -> None:
     assert chat_prompt_of(begins, TEXT, add_special_tokens=True) == [BEGIN, *plain]
 
 
+def test_special_tokens_of_tokenize(begins: LiveServer, ids: list[int]) -> None:
+    def tokens(**body: object) -> object:
+        return begins.post("/tokenize", body).json()["tokens"]
+
+    assert tokens(prompt=TEXT) == tokens(prompt=TEXT, add_special_tokens=True) == [BEGIN, *ids]
+    assert tokens(prompt=TEXT, add_special_tokens=False) == ids
+    messages = [{"role": "user", "content": TEXT}]
+    plain = chat_prompt_of(begins, TEXT)
+    assert tokens(messages=messages) == plain
+    assert tokens(messages=messages, add_special_tokens=True) == [BEGIN, *plain]
+
+
 def test_truncation_is_transformers(begins: LiveServer, checkpoint: Path, ids: list[int]) -> None:
     # vLLM's tokenizer truncates on the left unless told.
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, truncation_side="left")
