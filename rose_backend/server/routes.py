@@ -210,6 +210,13 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
+@router.get("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+@router.post("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+async def ping(request: Request) -> Response:
+    """Report the same as ``/health``, where SageMaker looks for it."""
+    return await health(request)
+
+
 @router.get("/version", responses={200: {"model": VersionAnswer}}, tags=["operations"])
 async def version() -> Response:
     """Return the version of rose_backend."""

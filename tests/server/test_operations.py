@@ -44,10 +44,14 @@ def test_several_names_for_the_model(tiny_model_path: Path) -> None:
 
 def test_health_and_version(server: LiveServer) -> None:
     assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ping").json() == server.http.post("/ping").json() == {"status": "ok"}
+    assert server.http.post("/ping", content=b"{", headers={"Content-Type": "text/x"}).status_code == 200
     assert server.http.get("/version").json() == {"version": __version__}
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
+)
 def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
     head, get = server.http.head(path), server.http.get(path)
     assert head.status_code == get.status_code == 200
