@@ -1,9 +1,10 @@
-"""Write the tables of options in docs/options.md from the code that reads the options, or check that they agree.
+"""Write the tables in docs/options.md from the code that reads the options, or check that they agree.
 
     python scripts/document_options.py [--check]
 
-A table stands between ``<!-- options: NAME -->`` and ``<!-- end of options -->``; NAME is a command of ``rose``, or
-``--additional-config`` for the keys that vLLM passes on. What stands around the tables is written by hand.
+A table stands between ``<!-- options: NAME -->`` and ``<!-- end of options -->``; NAME is a command of ``rose``,
+``--additional-config`` for the keys that vLLM passes on, or ``requests`` for the fields of HTTP requests. What stands
+around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,9 +22,21 @@ from pathlib import Path
 from rose_backend import config
 from rose_backend.cli import build_parser
 from rose_backend.config import PluginConfig
+from rose_backend.server.protocol import (
+    IGNORED,
+    NOT_SUPPORTED,
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 PLUGIN_KEYS = "--additional-config"
+REQUESTS = "requests"
+ROUTES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+}
 SECTION = re.compile(r"(<!-- options: (?P<name>.+?) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 
@@ -56,6 +70,24 @@ def plugin_table() -> str:
     return table(("Key", "Default", "Meaning"), rows)
 
 
+def request_table() -> str:
+    """Return what becomes of each field of a request, those alike in one row."""
+    served = dict.fromkeys(name for model in ROUTES.values() for name in model.model_fields)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in (*served, *sorted(NOT_SUPPORTED.keys() - served), *sorted(IGNORED - served.keys())):
+        rows.setdefault(tuple(_state(name, model) for model in ROUTES.values()), []).append(f"`{name}`")
+    head = ("Fields", *(f"`{route}`" for route in ROUTES))
+    return table(head, ((", ".join(names), *states) for states, names in rows.items()))
+
+
+def _state(name: str, model: type[Body]) -> str:
+    if name in model.model_fields:
+        return "served"
+    if name in NOT_SUPPORTED:
+        return f"refused unless {', '.join(f'`{json.dumps(value)}`' for value in NOT_SUPPORTED[name])}"
+    return "ignored" if name in IGNORED else "no field"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
@@ -70,6 +102,7 @@ def rewritten(text: str) -> str:
     """
     tables = {name: command_tables(parser) for name, parser in commands().items()}
     tables[PLUGIN_KEYS] = plugin_table()
+    tables[REQUESTS] = request_table()
     found = [match["name"] for match in SECTION.finditer(text)]
     if sorted(found) != sorted(tables):
         raise SystemExit(f"docs/options.md: tables {sorted(found)}, expected {sorted(tables)}")

@@ -497,11 +497,28 @@ def test_options_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_changed_option_is_noticed() -> None:
     text = document_options.PAGE.read_text(encoding="utf-8")
-    for option in ("`--max-queue-size N`", "| `joined_outputs` | `true`", "(default: 127.0.0.1)"):
+    for option in ("`--max-queue-size N`", "| `joined_outputs` | `true`", "(default: 127.0.0.1)", "`top_k`"):
         changed = text.replace(option, "`--other`")
         assert changed != text and document_options.rewritten(changed) == text
     with pytest.raises(SystemExit, match="expected"):
         document_options.rewritten(text.replace("<!-- options: env -->", ""))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("route", document_options.ROUTES)
+def test_every_field_of_vllms_requests_is_documented(route: str) -> None:
+    module = "completion" if route == "/v1/completions" else "chat_completion"
+    protocol = importlib.import_module(f"vllm.entrypoints.openai.{module}.protocol")
+    theirs = getattr(protocol, document_options.ROUTES[route].__name__).model_fields
+    column = list(document_options.ROUTES).index(route) + 1
+    documented = set()
+    for line in document_options.request_table().splitlines()[2:]:
+        cells = line.strip("| ").split(" | ")
+        if cells[column] != "no field":
+            documented |= set(re.findall(r"`(\w+)`", cells[0]))
+    assert theirs.keys() - documented == set(), (
+        "a field of vLLM's that is neither served, refused nor ignored"
+    )
 
 
 def test_measured_choices_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:

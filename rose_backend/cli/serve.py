@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 import stat
@@ -28,6 +29,11 @@ _SERVER_HELP = {
     "api_key": f"key that requests must bring; may be given several times (default: ${API_KEY_VARIABLE}). "
     "Every user of this machine can read it in the list of processes: better use the variable or a file",
     "api_key_file": "file of such keys, one a line, empty lines left out; they count beside those of --api-key",
+    "allowed_origins": "origins whose web pages may use this server from a browser, as a JSON list, '[\"*\"]' for all "
+    "(default: none)",
+    "allowed_methods": "HTTP methods that these pages may use, as a JSON list (default: '[\"*\"]', all)",
+    "allowed_headers": "HTTP headers that these pages may send, as a JSON list (default: '[\"*\"]', all)",
+    "allow_credentials": "let these pages send cookies and the like, which this server does not use (default: off)",
     "chat_template": "Jinja template to use instead of the model's",
     "enable_auto_tool_choice": "let the model choose whether to call a request's tools; needs --tool-call-parser "
     "(default: off)",
@@ -55,6 +61,16 @@ _SERVER_HELP = {
     "log_requests": "log one line per request (default: on)",
     "frontend_multiprocessing": "run the engine in a separate process, beside the one that serves HTTP (default: on)",
 }
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError
+    return tuple(names)
+
+
+_names.__name__ = "JSON list of texts"  # argparse puts the name into its error message
 # How argparse reads options that are neither numbers nor switches.
 _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "host": {"type": str},
@@ -63,6 +79,9 @@ _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "served_model_name": {"nargs": "+", "metavar": "NAME"},
     "api_key": {"action": "append", "metavar": "KEY"},
     "api_key_file": {"metavar": "FILE"},
+    "allowed_origins": {"type": _names, "metavar": "JSON"},
+    "allowed_methods": {"type": _names, "metavar": "JSON"},
+    "allowed_headers": {"type": _names, "metavar": "JSON"},
     "chat_template": {"metavar": "FILE"},
     "tool_call_parser": {"metavar": "NAME", "choices": TOOL_CALL_PARSERS},
     "reasoning_parser": {"metavar": "NAME", "choices": REASONING_PARSERS},

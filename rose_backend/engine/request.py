@@ -14,7 +14,7 @@ import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,12 +178,32 @@ _PROMPTS_PER_PASS = 64
 """Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
 _IDS_AT_ONCE = 1 << 16
 """Token ids that are converted in one call; it takes about 2 ms."""
+MAX_CUT_TOKENS = 1 << 20
+"""Tokens of a text of which only some are computed, where the window holds fewer."""
 _MAX_UNCOUNTED_TOKENS = 1 << 20
 """A text that cannot have more tokens is tokenized at once, a longer one is counted first."""
 _TRIMMED_LENGTH = 1 << 18
 """Characters of a text after which memory is given back: the tokenizer library takes some dozens of bytes for each."""
 _FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 """As in vLLM, so that the same salts are valid in both."""
+
+
+class PromptOptions(NamedTuple):
+    """How prompts become token ids, and how long their answers may be."""
+
+    max_new_tokens: int | None = None
+    """Limit for parameters that leave it open, where the window does not end before."""
+    add_special_tokens: bool = True
+    """Add the special tokens that the tokenizer adds to a text."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at most."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are cut off. None is the left, but keeps special tokens that the tokenizer adds there."""
+    clips_max_tokens: bool = False
+    """Lower ``max_tokens`` to what the window leaves after a prompt, as servers do, instead of refusing it."""
+
+
+_AS_GIVEN = PromptOptions()
 
 
 class ProcessedInput(NamedTuple):
@@ -243,24 +263,23 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         params_list: Sequence[SamplingParams],
         namespace: bytes | None = None,
-        max_new_tokens: int | None = None,
+        options: PromptOptions = _AS_GIVEN,
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
-            max_new_tokens: limit for parameters that leave it open, where the window does not end before.
+            options: of all of them.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
             part = slice(first, first + _PROMPTS_PER_PASS)
             some, salts = _without_salts(prompts[part])
-            ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
+            if options.truncate_prompt_tokens is not None:
+                some = [each if isinstance(each, str) else _truncated(each, options) for each in some]
+            ids_list = self._packed_ids(some) or (self._checked_prompt(each, options) for each in some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
-                self._check_params(params, len(ids))
-                if max_new_tokens is not None and params.max_tokens is None:
-                    limit = min(max_new_tokens, self.max_model_len - len(ids))
-                    params = replace(params, max_tokens=limit)
+                params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
@@ -314,15 +333,23 @@ class InputProcessor:
     def _decoder(self, params: SamplingParams) -> Decoder:
         return self.tokenizer.decoder(skip_special_tokens=params.skip_special_tokens)
 
-    def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
+    def _checked_params(
+        self, params: SamplingParams, prompt_length: int, options: PromptOptions
+    ) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        room = self.max_model_len - prompt_length
+        if options.clips_max_tokens and params.max_tokens is not None and params.max_tokens > room:
+            params = replace(params, max_tokens=room)
         params.check_against_model(
             prompt_length=prompt_length,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self._max_num_seqs,
         )
+        if options.max_new_tokens is not None and params.max_tokens is None:
+            params = replace(params, max_tokens=min(options.max_new_tokens, room))
+        return params
 
     def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
         """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
@@ -348,10 +375,10 @@ class InputProcessor:
             return None
         return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _checked_prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+    def _checked_prompt(self, prompt: str | Sequence[int], options: PromptOptions) -> NDArray[np.int32]:
         if not isinstance(prompt, str):
             return self._checked_ids(prompt)
-        ids = self.encode(prompt, max_tokens=self.max_model_len - 1)
+        ids = self.encode_prompt(prompt, options)
         self._check_length(len(ids))
         array = _as_array(ids)
         # Files beside the tokenizer's may add tokens that the model has no embeddings for.
@@ -363,6 +390,18 @@ class InputProcessor:
                 parameter="prompt",
             )
         return array
+
+    def encode_prompt(self, text: str, options: PromptOptions) -> list[int]:
+        """Return the token ids of a prompt, which may be too many for the window.
+
+        Raises:
+            RequestError: see ``encode``; a text to truncate may have ``MAX_CUT_TOKENS``, or a window of them.
+        """
+        adds, max_tokens = options.add_special_tokens, self.max_model_len - 1
+        if options.truncate_prompt_tokens is None:
+            return self.encode(text, max_tokens=max_tokens, add_special_tokens=adds)
+        ids = self.encode(text, max_tokens=max(max_tokens, MAX_CUT_TOKENS), add_special_tokens=adds)
+        return _truncated(ids, options, self.tokenizer.num_added_tokens if adds else (0, 0))
 
     def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -420,6 +459,23 @@ class InputProcessor:
                     parameter="prompt",
                 )
         return _as_array(prompt)
+
+
+def _truncated(ids: Any, options: PromptOptions, num_added: tuple[int, int] = (0, 0)) -> Any:
+    """Return a list of token ids cut to the length that ``options`` allow; what is no list is left as it is.
+
+    Args:
+        num_added: special tokens at both ends that are kept unless a side was chosen.
+    """
+    limit = options.truncate_prompt_tokens
+    if not isinstance(ids, list) or limit is None or len(ids) <= limit:
+        return ids
+    if options.truncation_side == "right":
+        return ids[:limit]
+    before, after = num_added if options.truncation_side is None else (0, 0)
+    # None of the text may remain beside the special tokens, nor all of these.
+    first = min(len(ids) - limit + before, len(ids) - after)
+    return (ids[:before] + ids[first:])[:limit]
 
 
 def _parts(sequence: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -503,7 +559,8 @@ class SamplingDefaults:
         params = self.sampling_params()
         if self.max_new_tokens is not None:
             params = replace(params, max_tokens=None)
-        return processor.process_all(prompts, [params] * len(prompts), max_new_tokens=self.max_new_tokens)
+        options = PromptOptions(max_new_tokens=self.max_new_tokens)
+        return processor.process_all(prompts, [params] * len(prompts), options=options)
 
     def __str__(self) -> str:
         limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}

@@ -627,6 +627,18 @@ class Tokenizer:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
+    def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them; ids that none has are empty."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @cached_property
+    def num_added_tokens(self) -> tuple[int, int]:
+        """Numbers of special tokens that ``encode`` adds before a text and after it."""
+        plain, whole = (self.encode("a", add_special_tokens=adds) for adds in (False, True))
+        num_added = len(whole) - len(plain)
+        before = next(first for first in range(num_added + 1) if whole[first : first + len(plain)] == plain)
+        return before, num_added - before
+
     def count_tokens(self, text: str, limit: int) -> tuple[int, int]:
         """Count the tokens of a long text from its start, up to ``limit``, without tokenizing the rest.
 

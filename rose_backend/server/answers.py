@@ -13,6 +13,9 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rose_backend.engine.outputs import (
     CompletionOutput,
     GrowingCompletions,
@@ -32,6 +35,8 @@ _POSITIONS_AT_ONCE = 64
 """Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
 _PARSED_AT_ONCE = 1 << 14
 """Characters of an answer that are parsed in a few milliseconds, whatever they are."""
+_IDS_AT_ONCE = 4096
+"""Token ids that are written in less than a millisecond."""
 _CHARACTERS_AT_ONCE = 1 << 16
 """Characters of an answer, about as many as that gives."""
 
@@ -53,6 +58,14 @@ class AnswerOptions(NamedTuple):
     """Completions of each prompt."""
     include_usage: bool = False
     """End a stream with token counts."""
+    continuous_usage: bool = False
+    """Send the token counts of each completion in its events, too."""
+    prompts: Sequence[NDArray[np.int32]] = ()
+    """Token ids of each prompt, which both this and the next option need."""
+    return_token_ids: bool = False
+    """Report the token ids of prompts and completions."""
+    tokens_as_token_ids: bool = False
+    """Call tokens ``token_id:5`` instead of by their text, in log-probabilities."""
 
 
 class Answer(ABC):
@@ -68,6 +81,11 @@ class Answer(ABC):
         self._head = {"id": options.id, "created": options.created, "model": options.model}
         self._n = options.n
         self._include_usage = options.include_usage
+        self._continuous_usage = options.include_usage and options.continuous_usage
+        self._prompts = options.prompts
+        self._returns_token_ids = options.return_token_ids
+        self._tokens_as_token_ids = options.tokens_as_token_ids
+        self._nums_tokens: dict[int, int] = {}
         self._completions: dict[int, GrowingCompletions] = {}
         self._kept_logprobs: dict[int, JsonLists] = {}
         self._started: set[int] = set()
@@ -99,16 +117,22 @@ class Answer(ABC):
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         for completion in output.outputs:
             index = prompt_index * self._n + completion.index
+            is_first = index not in self._started
+            if is_first:
+                self._started.add(index)
+                yield from self._opening(index)
             yield from self._parse(index, completion)
-            text, end = self._event_text(index, completion), self._event_end(index, completion)
+            text, end = self._event_text(index, completion, is_first), self._event_end(index, completion)
             if completion.logprobs is None:
-                yield f'{text},"logprobs":null{end}'
+                yield f'{text},"logprobs":null'
             else:
                 yield f'{text},"logprobs":'
                 lists: JsonLists = {}
                 yield from self._format(index, completion.logprobs, lists)
                 yield from _shown(lists)
-                yield end
+            if self._returns_token_ids:
+                yield from self._choice_ids(index, completion, is_first)
+            yield end
 
     def end_events(self, usage: Usage) -> bytes:
         """Return the last events of a complete stream."""
@@ -122,6 +146,8 @@ class Answer(ABC):
 
     def _body_parts(self, usage: Usage) -> Iterator[str]:
         yield _compact({"object": self.object_name, **self._head})[:-1]
+        if self._returns_token_ids:
+            yield from self._answer_ids()
         separator = ',"choices":['
         for prompt_index in sorted(self._completions):
             for completion in self._completions.pop(prompt_index).take():
@@ -133,14 +159,30 @@ class Answer(ABC):
                     yield from _shown(self._kept_logprobs.pop(index))
                 else:
                     yield "null"
+                if self._returns_token_ids:
+                    yield from self._choice_ids(index, completion, True)
                 yield f',"finish_reason":{_compact(self._finish_reason(index, completion))}'
                 yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
                 separator = ","
         yield f'],"usage":{_compact(usage)}}}'
 
+    def _opening(self, index: int) -> Iterator[str]:
+        """Yield an event that comes before all others of one completion."""
+        yield from ()
+
     @abstractmethod
-    def _event_text(self, index: int, completion: CompletionOutput) -> str:
+    def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
         """Return the start of the event for what is new in one completion, up to its text."""
+
+    def _answer_ids(self) -> Iterator[str]:
+        """Yield the field with the prompt's token ids, where an answer has one for all completions."""
+        yield from ()
+
+    def _choice_ids(self, index: int, completion: CompletionOutput, is_first: bool) -> Iterator[str]:
+        """Yield the fields of one completion with token ids."""
+        yield ',"token_ids":['
+        yield from _id_parts(completion.token_ids)
+        yield "]"
 
     @abstractmethod
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
@@ -161,12 +203,6 @@ class Answer(ABC):
                 if values:
                     parts.append(_compact(values)[1:-1])
 
-    def _is_first(self, index: int) -> bool:
-        """Return whether no event of this completion came before."""
-        is_first = index not in self._started
-        self._started.add(index)
-        return is_first
-
     def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
         """Prepare what is new in one completion; yields after each piece of work."""
         yield from ()
@@ -175,11 +211,26 @@ class Answer(ABC):
         return completion.finish_reason
 
     def _event_end(self, index: int, completion: CompletionOutput) -> str:
+        end = self._suffix
+        if self._continuous_usage:
+            end = f"}}],{self._usage_field(index, len(completion.token_ids))}}}\n\n"
         if completion.finish_reason is None:
-            return f',"finish_reason":null{self._suffix}'
+            return f',"finish_reason":null{end}'
         stop_reason = "null" if completion.stop_reason is None else json.dumps(completion.stop_reason)
         reason = self._finish_reason(index, completion)
-        return f',"finish_reason":"{reason}","stop_reason":{stop_reason}{self._suffix}'
+        return f',"finish_reason":"{reason}","stop_reason":{stop_reason}{end}'
+
+    def _usage_field(self, index: int, num_new: int) -> str:
+        """Return the token counts of one completion and its prompt, with ``num_new`` tokens more than before."""
+        num_prompt = len(self._prompts[index // self._n])
+        num_tokens = self._nums_tokens[index] = self._nums_tokens.get(index, 0) + num_new
+        return (
+            f'"usage":{{"prompt_tokens":{num_prompt},"completion_tokens":{num_tokens},'
+            f'"total_tokens":{num_prompt + num_tokens}}}'
+        )
+
+    def _name(self, token_id: int, entry: Logprob) -> str:
+        return f"token_id:{token_id}" if self._tokens_as_token_ids else entry.decoded_token
 
 
 class CompletionAnswer(Answer):
@@ -196,9 +247,9 @@ class CompletionAnswer(Answer):
         self._echo = echo
         self._text_lengths: dict[int, int] = {}
 
-    def _event_text(self, index: int, completion: CompletionOutput) -> str:
+    def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
         text = completion.text
-        if self._echo is not None and self._is_first(index):
+        if self._echo is not None and is_first:
             text = self._echo[index // self._n] + text
         return f'{self._prefix}{index},"text":{_quoted(text)}'
 
@@ -211,21 +262,31 @@ class CompletionAnswer(Answer):
 
     def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         # The token itself is the first entry of each position.
-        chosen = [next(iter(position.values())) for position in positions]
+        chosen = [next(iter(position.items())) for position in positions]
+        names = [self._name(*each) for each in chosen]
         offsets, end = [], self._text_lengths.get(index, 0)
-        for entry in chosen:
+        for name in names:
             offsets.append(end)
-            end += len(entry.decoded_token)
+            end += len(name)
         self._text_lengths[index] = end
         return {
             "text_offset": offsets,
-            "token_logprobs": [json_logprob(entry.logprob) for entry in chosen],
-            "tokens": [entry.decoded_token for entry in chosen],
+            "token_logprobs": [json_logprob(entry.logprob) for _, entry in chosen],
+            "tokens": names,
             "top_logprobs": [
-                {entry.decoded_token: json_logprob(entry.logprob) for entry in position.values()}
+                {self._name(*each): json_logprob(each[1].logprob) for each in position.items()}
                 for position in positions
             ],
         }
+
+    def _choice_ids(self, index: int, completion: CompletionOutput, is_first: bool) -> Iterator[str]:
+        if is_first:
+            yield ',"prompt_token_ids":['
+            yield from _id_parts(self._prompts[index // self._n])
+            yield "]"
+        else:
+            yield ',"prompt_token_ids":null'
+        yield from super()._choice_ids(index, completion, is_first)
 
 
 class ChatAnswer(Answer):
@@ -261,16 +322,26 @@ class ChatAnswer(Answer):
         self._token_bytes = token_bytes
         self._num_top_logprobs = num_top_logprobs
 
-    def _event_text(self, index: int, completion: CompletionOutput) -> str:
-        first = ""
-        if self._is_first(index):
-            delta = '{"role":"assistant","content":""}'
-            first = (
-                f'{self._prefix}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._suffix}'
-            )
+    def _opening(self, index: int) -> Iterator[str]:
+        yield self._event_start
+        if self._returns_token_ids:
+            yield from self._answer_ids()
+        if self._continuous_usage:
+            yield f",{self._usage_field(index, 0)}"
+        elif self._include_usage:
+            yield ',"usage":null'
+        delta = '{"role":"assistant","content":""}'
+        yield f',"choices":[{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]}}\n\n'
+
+    def _answer_ids(self) -> Iterator[str]:
+        yield ',"prompt_token_ids":['
+        yield from _id_parts(self._prompts[0])
+        yield "]"
+
+    def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
         if self._make_parser is None:
-            return f'{first}{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
-        return f'{first}{self._prefix}{index},"delta":{_delta(self._parts.pop(index))}'
+            return f'{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
+        return f'{self._prefix}{index},"delta":{_delta(self._parts.pop(index))}'
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         yield '"message":{"role":"assistant","content":'
@@ -315,7 +386,7 @@ class ChatAnswer(Answer):
 
     def _token(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         data = list(self._token_bytes(token_id))
-        return {"token": entry.decoded_token, "logprob": json_logprob(entry.logprob), "bytes": data}
+        return {"token": self._name(token_id, entry), "logprob": json_logprob(entry.logprob), "bytes": data}
 
 
 class _Joined(NamedTuple):
@@ -422,6 +493,14 @@ def _quoted_text(text: str) -> Iterator[str]:
     yield '"'
     yield from _quoted_parts(text)
     yield '"'
+
+
+def _id_parts(token_ids: Sequence[int] | NDArray[np.int32]) -> Iterator[str]:
+    """Yield token ids as the inside of a JSON list."""
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        part = token_ids[first : first + _IDS_AT_ONCE]
+        separator = "," if first else ""
+        yield separator + _compact(part if isinstance(part, list) else np.asarray(part).tolist())[1:-1]
 
 
 def _quoted_parts(text: str) -> Iterator[str]:

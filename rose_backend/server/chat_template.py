@@ -121,7 +121,7 @@ class ChatTemplate:
             raise refused(
                 "messages",
                 f"got more than {max_length} characters from the chat template, allowed are at most "
-                f"{max_length} (a window full of the longest token)",
+                f"{max_length}",
             )
         if continues:
             text = _up_to_tag(text, messages[-1]["content"])

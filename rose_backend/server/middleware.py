@@ -46,6 +46,7 @@ ROUTES = GENERATING_ROUTES | {
     "/tokenize",
     "/detokenize",
     "/health",
+    "/ping",
     "/version",
     "/metrics",
     "/openapi.json",
@@ -53,7 +54,7 @@ ROUTES = GENERATING_ROUTES | {
 }
 READ_ROUTES = ROUTES - GENERATING_ROUTES - {"/tokenize", "/detokenize"}
 """Routes of GET, which also answer HEAD."""
-OPEN_ROUTES = frozenset({"/health", "/metrics"})
+OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
 """Routes without API key: probes and scrapers have none."""
 
 MAX_PER_TURN = 4
@@ -142,7 +143,7 @@ class Middleware:
                 retry_after=str(RETRY_AFTER_S),
                 connection="close",
             )
-        if method != "POST":
+        if method != "POST" or route in OPEN_ROUTES:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

@@ -19,10 +19,21 @@ import functools
 import logging
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.types import FailFast
+from pydantic_core import PydanticKnownError
 
 from rose_backend.config import (
     MAX_CACHE_SALT_LENGTH,
@@ -30,6 +41,7 @@ from rose_backend.config import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from rose_backend.engine.request import PromptOptions
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import (
@@ -57,16 +69,15 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "reasoning_effort": (None, "none"),
-    "add_special_tokens": (None, True),
     "length_penalty": (None, 1.0),
-    "truncate_prompt_tokens": (None,),
     "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (None, True),
+    "thinking_token_budget": (None, -1),
+    "repetition_detection": (None,),
+    "watermarking": (None, False),
+    "return_prompt_text": (None, False),
     **dict.fromkeys(
-        (
-            *("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_ids"),
-            *("return_tokens_as_token_ids", "return_token_strs"),
-        ),
+        (*("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_strs"),),
         (None, False),
     ),
     **dict.fromkeys(
@@ -75,7 +86,13 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
             *("prompt_embeds", "allowed_token_ids", "bad_words", "logits_processors"),
             *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
-            *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"),
+            *(
+                "mm_processor_kwargs",
+                "media_io_kwargs",
+                "kv_transfer_params",
+                "ec_transfer_params",
+                "vllm_xargs",
+            ),
         ),
         _EMPTY,
     ),
@@ -83,7 +100,11 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
 IGNORED = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("parallel_tool_calls", "priority", "request_id", "session_id"),
+        *("parallel_tool_calls", "include_reasoning", "priority", "request_id", "session_id"),
+        # vLLM ignores these on routes that generate, or in models without experts or images.
+        *("return_token_offsets", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
+        # How many tokens come in an event, which changes no text.
+        "stream_interval",
     }
 )
 _OWN_VARIABLES = frozenset(
@@ -98,8 +119,25 @@ _OWN_VARIABLES = frozenset(
 _MAX_NAME_LENGTH = 64
 _LIKENESS = 0.8
 
+
+def _refuse_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _refuse_text(value: Any) -> Any:
+    """Numbers of log-probabilities are no texts in vLLM, either."""
+    if isinstance(value, (bool, str)):
+        raise PydanticKnownError("int_type")
+    return value
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
-TokenId = Annotated[int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high)]
+# As in vLLM, texts of numbers are numbers, and 1.0 is an integer.
+Int = Annotated[int, Strict(False)]
+Float = Annotated[float, Strict(False)]
+TokenId = Annotated[Int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high), BeforeValidator(_refuse_truth_value)]
 # A union over long lists would collect an error per element and branch; ``read_prompts`` checks it instead.
 Prompts = Annotated[
     Any,
@@ -130,7 +168,10 @@ def refused(field: str, reason: str) -> RequestError:
 
 
 class Body(BaseModel):
-    """Base of all bodies: no type conversions, and unknown fields are kept for ``check_other_fields``."""
+    """Base of all bodies: no type conversions but those of ``Int`` and ``Float``.
+
+    Unknown fields are kept for ``check_other_fields``.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -144,33 +185,59 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     """Send token counts in a last event."""
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """With ``include_usage``, send those of a completion in each of its events, too."""
 
 
 class GenerationRequest(Body):
     """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
 
-    n: int | None = in_range("n")
+    n: Int | None = in_range("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = in_range("temperature")
-    top_p: float | None = in_range("top_p")
-    seed: int | None = in_range("seed")
-    presence_penalty: float | None = in_range("presence_penalty")
-    frequency_penalty: float | None = in_range("frequency_penalty")
+    temperature: Float | None = in_range("temperature")
+    top_p: Float | None = in_range("top_p")
+    seed: Int | None = in_range("seed")
+    presence_penalty: Float | None = in_range("presence_penalty")
+    frequency_penalty: Float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    max_tokens: int | None = in_range("max_tokens")
+    max_tokens: Int | None = in_range("max_tokens")
 
-    min_tokens: int | None = in_range("min_tokens")
-    top_k: int | None = in_range("top_k")
-    min_p: float | None = in_range("min_p")
-    repetition_penalty: float | None = in_range("repetition_penalty")
+    min_tokens: Int | None = in_range("min_tokens")
+    top_k: Int | None = in_range("top_k")
+    min_p: Float | None = in_range("min_p")
+    repetition_penalty: Float | None = in_range("repetition_penalty")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
+    conversations, in which the chat template writes them."""
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1, le=TOKEN_IDS.high)
+    """Cut longer prompts to this many tokens; -1: to the window less one token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where they are cut; unless given on the left, but behind special tokens that were added there."""
+    return_token_ids: bool | None = None
+    """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
+
+    @field_validator(
+        *(RANGES.keys() - {"logprobs"}),
+        *("max_completion_tokens", "truncate_prompt_tokens"),
+        mode="before",
+        check_fields=False,
+    )
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """vLLM takes true as 1, which is hardly ever meant."""
+        if isinstance(value, bool):
+            is_float = isinstance(RANGES.get(info.field_name or "", TOKEN_IDS).low, float)
+            raise PydanticKnownError("float_type" if is_float else "int_type")
+        return value
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of the request; a field that is missing or null takes its default.
@@ -189,6 +256,35 @@ class GenerationRequest(Body):
             )
         return SamplingParams(**{**defaults, **given, **self._route_params()})
 
+    def prompt_options(self, max_model_len: int, max_new_tokens: int | None = None) -> PromptOptions:
+        """Return how prompts are read. An answer that a prompt leaves no room for is cut off there, as in vLLM.
+
+        Args:
+            max_model_len: the window, in tokens.
+            max_new_tokens: of an answer, if the request does not say.
+
+        Raises:
+            RequestError: a prompt or an answer of more tokens than a window has is asked for.
+        """
+        limits = [name for name in self._limit_names if getattr(self, name) is not None]
+        for name in (*limits[:1], "truncate_prompt_tokens"):
+            if (limit := getattr(self, name)) is not None and limit > max_model_len:
+                raise refused(name, f"got {limit}, allowed are at most {max_model_len}, the model's window")
+        limit, adds = self.truncate_prompt_tokens, self.add_special_tokens
+        return PromptOptions(
+            max_new_tokens,
+            add_special_tokens=self._adds_special_tokens if adds is None else adds,
+            truncate_prompt_tokens=max_model_len - 1 if limit == -1 else limit,
+            truncation_side=self.truncation_side,
+            clips_max_tokens=True,
+        )
+
+    _adds_special_tokens: ClassVar[bool] = True
+    """Unless the request says."""
+
+    _limit_names: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Fields with the limit of an answer; the first one that is given counts."""
+
     def _route_params(self) -> dict[str, Any]:
         """Check and return what only one route's body expresses."""
         return {}
@@ -199,7 +295,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = in_range("logprobs")
+    logprobs: Int | None = in_range("logprobs")
+
+    _refuse_text = field_validator("logprobs", mode="before")(_refuse_text)
 
     def _route_params(self) -> dict[str, Any]:
         if self.echo and self.logprobs is not None:
@@ -299,13 +397,12 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = in_range("max_tokens")
+    max_completion_tokens: Int | None = in_range("max_tokens")
+    """Counts instead of ``max_tokens`` where both are given."""
     logprobs: bool | None = None
-    top_logprobs: int | None = in_range("logprobs")
+    top_logprobs: Int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
-    add_special_tokens: Literal[False] | None = None
-    """The chat template writes all special tokens."""
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     """Whether the model may call tools; auto if there are any."""
@@ -320,6 +417,10 @@ class ChatCompletionRequest(GenerationRequest):
     """False leaves reasoning out of the answer."""
     continue_final_message: bool | None = None
     """Let the answer go on with the last message, which the prompt then ends with."""
+
+    _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
+    _adds_special_tokens = False
+    _limit_names = ("max_completion_tokens", "max_tokens")
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables that the request sets in the chat template.
@@ -344,13 +445,6 @@ class ChatCompletionRequest(GenerationRequest):
         return bool(self.tools) and self.tool_choice != "none"
 
     def _route_params(self) -> dict[str, Any]:
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            raise refused(
-                "max_tokens",
-                f"got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
-                "one of the two",
-            )
         if self.continue_final_message and self.add_generation_prompt:
             raise refused(
                 "continue_final_message",
@@ -364,15 +458,26 @@ class ChatCompletionRequest(GenerationRequest):
                 f"got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
             )
         return {
-            "max_tokens": limits.pop() if limits else None,
+            "max_tokens": self.max_tokens
+            if self.max_completion_tokens is None
+            else self.max_completion_tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
 
 
 class TokenizeRequest(Body):
-    """Body of ``POST /tokenize``."""
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: Annotated[
+        list[ChatMessage] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)
+    ] = None
+    add_generation_prompt: bool | None = None
+    """Whether a conversation ends with the start of the assistant's answer; true unless given."""
+    add_special_tokens: bool | None = None
+    """As in completions and in chat completions."""
+    return_token_strs: bool | None = None
+    """Return the tokens as the vocabulary writes them, too."""
 
 
 class DetokenizeRequest(Body):
@@ -499,6 +604,8 @@ class Choice(Exact):
     index: int
     finish_reason: Literal["stop", "length", "abort", "tool_calls"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class Answer(Exact):
@@ -524,6 +631,8 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class CompletionAnswerModel(Answer):
@@ -595,6 +704,8 @@ class ChatAnswerModel(Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    """With ``return_token_ids``."""
 
 
 class ModelCard(Exact):
@@ -621,6 +732,8 @@ class TokenizeAnswer(Exact):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
+    """With ``return_token_strs``."""
 
 
 class DetokenizeAnswer(Exact):

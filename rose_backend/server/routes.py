@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
-from rose_backend.engine.request import InputProcessor, ProcessedInput
+from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
 from rose_backend.server.answer_parsers import (
     MAKE_TOOL_CALL_PARSER,
@@ -40,6 +40,7 @@ from rose_backend.server.protocol import (
     GenerationRequest,
     HealthAnswer,
     ModelList,
+    StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
     VersionAnswer,
@@ -61,8 +62,6 @@ _IDS_AT_ONCE = 4096
 """Token ids that are written as JSON in less than a millisecond."""
 _CHARACTERS_AT_ONCE = 1 << 16
 """Characters that are written as JSON in less than a millisecond."""
-_MAX_TOKENS = 1 << 20
-"""Tokens of a long prompt that ``/tokenize`` returns, where the window holds fewer."""
 
 # Of each event; its data is JSON, or [DONE].
 _EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
@@ -80,21 +79,24 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
+    options = body.prompt_options(processor.max_model_len)
     prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
-    longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
-    check_text_length("prompt", longest, processor)
+    if options.truncate_prompt_tokens is None:
+        longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
+        check_text_length("prompt", longest, processor)
     length = length_of(prompts)
     inputs = await run_by_length(
-        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace)
+        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace, options)
     )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
-    if body.echo:
+    # As in vLLM, who asks for the prompt's tokens does not get its text.
+    if body.echo and not body.return_token_ids:
         echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
-    check_answer_tokens(inputs, echo, service)
-    answer = CompletionAnswer(answer_options(request, body, params.n, "cmpl"), echo=echo)
+    check_answer_tokens(inputs, echo, service, bool(body.return_token_ids))
+    answer = CompletionAnswer(answer_options(request, body, inputs, "cmpl"), echo=echo)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -107,11 +109,16 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
+    options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
+    max_length = max_text_length(processor)
+    if options.truncate_prompt_tokens is not None:
+        max_length = max(max_length, service.settings.max_body_bytes)
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
     lengths = text_lengths(messages)
-    check_text_length("messages", sum(lengths), processor)
+    if options.truncate_prompt_tokens is None:
+        check_text_length("messages", sum(lengths), processor)
     tools = [tool.for_template() for tool in body.tools or ()] or None
     lengths.append(measure_json("tools", tools))
     check_text_length("tools", lengths[-1], processor)
@@ -131,20 +138,20 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         text = template.render(
             messages,
             add_generation_prompt=adds_start,
-            max_length=max_text_length(processor),
+            max_length=max_length,
             tools=tools,
             variables=variables,
             continues=continues,
         )
-        ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
-        return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
+        ids = processor.encode_prompt(text, options)
+        return processor.process_all([ids], [params], namespace, options)
 
     inputs = await run_by_length(sum(lengths) + _LENGTH_OF_EACH * len(lengths), process)
-    check_answer_tokens(inputs, None, service)
-    options = answer_options(request, body, params.n, "chatcmpl")
+    check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
+    answer_from = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
     answer = ChatAnswer(
-        options,
+        answer_from,
         token_bytes=token_bytes,
         num_top_logprobs=body.top_logprobs or 0,
         parser=parser,
@@ -174,17 +181,39 @@ async def list_models(request: Request) -> Response:
 
 @router.post("/tokenize", responses={200: {"model": TokenizeAnswer}}, tags=["tokens"])
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Return the token ids of a prompt."""
+    """Return the token ids of a prompt, or of a conversation as the chat template writes it."""
     service = check_body(request, body)
     processor = service.engine.input_processor
-    check_text_length("prompt", len(body.prompt), processor)
-    max_tokens = max(processor.max_model_len, _MAX_TOKENS)
+    if (body.prompt is None) == (body.messages is None):
+        got = "nothing" if body.prompt is None else "a prompt and messages"
+        raise refused("prompt", f"got {got}, allowed is either a prompt or messages")
+    if body.messages is None:
+        texts = [body.prompt or ""]
+        check_text_length("prompt", len(texts[0]), processor)
+    else:
+        service.chat_template.check_available()
+        messages = plain_messages(body.messages)
+        texts = [text for message in messages for text in message.values()]
+        check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
 
     def encode() -> Response:
-        token_ids = processor.encode(body.prompt, max_tokens=max_tokens)
-        return _json_with_ids({"count": len(token_ids), "max_model_len": processor.max_model_len}, token_ids)
+        text, adds = texts[0], body.add_special_tokens
+        if body.messages is not None:
+            adds_start = body.add_generation_prompt is not False
+            max_length = max_text_length(processor)
+            text = service.chat_template.render(
+                messages, add_generation_prompt=adds_start, max_length=max_length
+            )
+        token_ids = processor.encode(
+            text,
+            max_tokens=max(processor.max_model_len, MAX_CUT_TOKENS),
+            add_special_tokens=body.messages is None if adds is None else adds,
+        )
+        strs = processor.tokenizer.token_strs if body.return_token_strs else None
+        counts = {"count": len(token_ids), "max_model_len": processor.max_model_len}
+        return _json_with_ids(counts, token_ids, strs)
 
-    return await run_by_length(len(body.prompt), encode)
+    return await run_by_length(length_of(texts) if body.messages else len(texts[0]), encode)
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
@@ -213,6 +242,13 @@ async def health(request: Request) -> Response:
     if service.engine.is_stalled:
         raise EngineStalledError
     return _json({"status": "ok"})
+
+
+@router.get("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+@router.post("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+async def ping(request: Request) -> Response:
+    """Report the same as ``/health``, where SageMaker looks for it."""
+    return await health(request)
 
 
 @router.get("/version", responses={200: {"model": VersionAnswer}}, tags=["operations"])
@@ -296,15 +332,22 @@ def parser_of(
     return lambda: ReasoningParser(make_answer())
 
 
-def answer_options(request: Request, body: GenerationRequest, n: int, prefix: str) -> AnswerOptions:
+def answer_options(
+    request: Request, body: GenerationRequest, inputs: list[ProcessedInput], prefix: str
+) -> AnswerOptions:
     """Return what the answer takes over; its id is ``prefix`` and the request's."""
     service: Service = request.app.state.service
+    streaming = body.stream_options or StreamOptions()
     return AnswerOptions(
         id=f"{prefix}-{request.state.record.request_id}",
         created=int(time.time()),
         model=service.model_name,
-        n=n,
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        n=inputs[0].params.n,
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
+        prompts=[each.token_ids for each in inputs],
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -358,12 +401,15 @@ def max_text_length(processor: InputProcessor) -> int:
     return processor.max_model_len * processor.tokenizer.max_token_length
 
 
-def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, service: Service) -> None:
+def check_answer_tokens(
+    inputs: list[ProcessedInput], echo: list[str] | None, service: Service, returns_token_ids: bool
+) -> None:
     """Check how much one answer may become. A single completion is bounded by the window.
 
     Args:
         inputs: of one request, with the same parameters but for ``max_tokens``.
         echo: text that precedes the completions of each.
+        returns_token_ids: whether each completion comes with its token ids and those of its prompt.
 
     Raises:
         RequestError: all completions together may have more tokens and log-probabilities than one request may ask for.
@@ -373,13 +419,14 @@ def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, se
     if len(inputs) * n == 1:
         return
     limits = (each.params.max_tokens or max_model_len - len(each.token_ids) for each in inputs)
-    num_tokens = n * sum(limits) * (1 + num_logprobs) + n * sum(map(len, echo or ()))
+    num_tokens = n * sum(limits) * (1 + num_logprobs + returns_token_ids) + n * sum(map(len, echo or ()))
+    num_tokens += n * sum(len(each.token_ids) for each in inputs) * returns_token_ids
     if num_tokens > limit:
         raise refused(
             "max_tokens",
             f"got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
-            f"more for each of its {num_logprobs} log-probabilities, echoed characters included; allowed are at most "
-            f"{limit} in one request (--max-answer-tokens)",
+            f"more for each of its {num_logprobs} log-probabilities, echoed characters and returned token ids "
+            f"included; allowed are at most {limit} in one request (--max-answer-tokens)",
         )
 
 
@@ -400,13 +447,24 @@ async def run_by_length(length: int, work: Callable[[], T]) -> T:
     return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
 
 
-def _json_with_ids(answer: Mapping[str, object], token_ids: list[int]) -> Response:
-    """Return ``answer`` with a list that may be long: encoded in one call, it would hold the interpreter lock."""
-    pieces = [f'{json.dumps(answer)[:-1]}, "tokens": ['.encode()]
-    for first in range(0, len(token_ids), _IDS_AT_ONCE):
-        separator = ", " if first else ""
-        pieces.append((separator + json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]).encode())
-    return WholeAnswer([*pieces, b"]}"])
+def _json_with_ids(
+    answer: Mapping[str, object], token_ids: list[int], strs: Callable[[list[int]], list[str]] | None
+) -> Response:
+    """Return ``answer`` with lists that may be long: encoded in one call, they would hold the interpreter lock.
+
+    Args:
+        strs: returns the texts of tokens, which are added to the answer, too.
+    """
+    pieces = [json.dumps(answer)[:-1].encode()]
+    for name, items in (("tokens", list), ("token_strs", strs)):
+        if items is not None:
+            pieces.append(f', "{name}": ['.encode())
+            for first in range(0, len(token_ids), _IDS_AT_ONCE):
+                separator = ", " if first else ""
+                part = items(token_ids[first : first + _IDS_AT_ONCE])
+                pieces.append((separator + json.dumps(part)[1:-1]).encode())
+            pieces.append(b"]")
+    return WholeAnswer([*pieces, b"}"])
 
 
 def _json_with_text(text: str) -> Response:

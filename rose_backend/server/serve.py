@@ -19,6 +19,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi_offline import FastAPIOffline
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from rose_backend import __version__
@@ -96,7 +97,19 @@ def build_app(service: Service) -> ASGIApp:
     app.state.service = service
     add_error_handlers(app)
     app.include_router(routes.router)
-    return Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
+    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
+    settings = service.settings
+    if not settings.allowed_origins:
+        return answers
+    # Around all else: a browser asks without a key whether a page may send a request, and shows it refusals only with
+    # these headers.
+    return CORSMiddleware(
+        answers,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+    )
 
 
 def make_server(service: Service) -> DrainingServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from rose_backend.config import check_int
@@ -35,6 +36,9 @@ MAX_BODY_LISTS = 16_384
 MAX_UNKNOWN_FIELDS = 16
 """Unknown fields of one request; each is compared with all known names."""
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -53,6 +57,14 @@ class ServerSettings:
     """Path of a Unix socket to listen on instead of host and port."""
     api_keys: tuple[str, ...] = ()
     """Any of them is accepted as a bearer token; none: no key is asked for."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages browsers let read answers, ``*`` for all; none: CORS is off."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that these pages may use."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that they may send."""
+    allow_credentials: bool = False
+    """Let them send cookies and the like."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the tokenizer's own."""
     enable_auto_tool_choice: bool = False
@@ -113,6 +125,17 @@ class ServerSettings:
             ("max_answer_tokens", 1, 1 << 40),
         ):
             check_int(name, getattr(self, name), low, high)
+        for origin in self.allowed_origins:
+            # Browsers name an origin exactly so: with anything behind the host it would never be met.
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: got {origin!r}, allowed are * and origins like https://example.com or "
+                    "http://localhost:3000, in small letters and without a path"
+                )
+        for name in ("allowed_methods", "allowed_headers"):
+            for item in getattr(self, name):
+                if item != "*" and not _HEADER_NAME.fullmatch(item):
+                    raise ConfigError(f"{name}: got {item!r}, allowed are * and names, as they stand in HTTP")
         if not self.host:
             raise ConfigError("host: got an empty name, allowed is an address or a host name")
         for name in ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):

@@ -91,6 +91,27 @@ def test_both_names_of_the_limit(server: LiveServer, name: str) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize("others", [2, 5, 1025, None])
+def test_the_newer_name_of_the_limit_counts(server: LiveServer, others: int | None) -> None:
+    fields = {"temperature": 0, "ignore_eos": True, "max_tokens": others, "max_completion_tokens": 3}
+    assert post(server, messages=MESSAGES, **fields).json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_limit_beyond_the_window_ends_there(server: LiveServer) -> None:
+    message = {"role": "user", "content": "rose " * 300}
+    fields = {"temperature": 0, "ignore_eos": True}
+    for limit in ({"max_tokens": 1024}, {"max_completion_tokens": 1000}):
+        answer = post(server, messages=[message], **fields, **limit).json()
+        assert answer["usage"]["total_tokens"] == 1024
+        assert answer["choices"][0]["finish_reason"] == "length"
+    answer = server.complete(
+        prompt=[[70] * 1023, [71] * 1020], max_tokens=4, n=2, seed=1, ignore_eos=True
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 2 * (1 + 4)
+    events = stream(server, prompt=[70] * 1020, max_tokens=1000, **fields)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_no_limit_fills_the_window(server: LiveServer) -> None:
     message = {"role": "user", "content": "rose " * 300}
     answer = post(server, messages=[message], temperature=0, ignore_eos=True).json()
@@ -313,7 +334,16 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
         ({"messages": [said("rose " * 50_000)]}, "messages", "got 250000 characters"),
         ({"messages": [said("rose " * 2_000)]}, "prompt", "allowed are at most 1023"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        ({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "one of the two"),
+        (
+            {"messages": MESSAGES, "max_tokens": 1025},
+            "max_tokens",
+            "max_tokens: got 1025, allowed are at most 1024",
+        ),
+        (
+            {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 1025},
+            "max_completion_tokens",
+            "max_completion_tokens: got 1025, allowed are at most 1024, the model's window",
+        ),
         ({"messages": MESSAGES, "message": []}, "message", "did you mean 'messages'?"),
     ],
 )

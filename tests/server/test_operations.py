@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rose_backend import __version__
 from rose_backend.block_view.monitor import parse_metrics
@@ -43,10 +44,14 @@ def test_several_names_for_the_model(tiny_model_path: Path) -> None:
 
 def test_health_and_version(server: LiveServer) -> None:
     assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ping").json() == server.http.post("/ping").json() == {"status": "ok"}
+    assert server.http.post("/ping", content=b"{", headers={"Content-Type": "text/x"}).status_code == 200
     assert server.http.get("/version").json() == {"version": __version__}
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
+)
 def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
     head, get = server.http.head(path), server.http.get(path)
     assert head.status_code == get.status_code == 200
@@ -81,6 +86,38 @@ def test_tokens_there_and_back(server: LiveServer) -> None:
     assert answer["tokens"] == server.engine.input_processor.tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 1024
     assert server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+
+
+def test_tokens_of_a_conversation(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    encode = server.engine.input_processor.tokenizer.encode
+    for adds, end in ((None, "assistant:"), (True, "assistant:"), (False, "")):
+        answer = server.http.post(
+            "/tokenize", json={"messages": messages, "add_generation_prompt": adds}
+        ).json()
+        assert answer["tokens"] == encode("user: Hi\nassistant: Ho\n" + end)
+        assert answer.keys() == {"tokens", "count", "max_model_len"} and answer["count"] == len(
+            answer["tokens"]
+        )
+    chat = server.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    )
+    assert chat.json()["prompt_token_ids"] == encode("user: Hi\nassistant: Ho\nassistant:")
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4096])
+def test_tokens_as_the_vocabulary_writes_them(
+    server: LiveServer, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(routes, "_IDS_AT_ONCE", at_once)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    for body in (
+        {"prompt": 'Once, 薔薇 "<|endoftext|>'},
+        {"messages": [{"role": "user", "content": "a\nb"}]},
+    ):
+        answer = server.http.post("/tokenize", json={**body, "return_token_strs": True}).json()
+        assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
+        assert len(answer["token_strs"]) == answer["count"] > 2
 
 
 def test_ids_without_a_token_leave_nothing_behind(server: LiveServer) -> None:
@@ -271,6 +308,12 @@ def test_the_log_can_be_switched_off(tiny_model_path: Path, caplog: pytest.LogCa
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 300_000}]}, "messages"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
         ("/tokenize", {"prompt": "a" * 300_000}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [2**31]}, "tokens.0"),

@@ -221,6 +221,8 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         "k1",
         "--api-key",
         "k2",
+        *("--allowed-origins", '["https://x.org", "http://[::1]:80"]', "--allowed-methods", '["GET"]'),
+        *("--allowed-headers", '["x-a"]', "--allow-credentials"),
         "--no-log-requests",
         "--no-frontend-multiprocessing",
         "--share-prefix-cache",
@@ -233,6 +235,8 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     ]
     argv += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     given |= {"served_model_names": ("a", "b"), "api_keys": ("k1", "k2"), "log_requests": False}
+    given |= {"allowed_origins": ("https://x.org", "http://[::1]:80"), "allowed_methods": ("GET",)}
+    given |= {"allowed_headers": ("x-a",), "allow_credentials": True}
     given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
     given |= {"enable_auto_tool_choice": True}
     assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
@@ -314,6 +318,14 @@ def test_an_empty_variable_is_no_key(
         (("m", "--aip-key", "x"), ("--aip-key", "did you mean --api-key?")),
         (("/no/such/dir", "--port", "0"), ("/no/such/dir",)),
         (("m", "--host", "256.0.0.1"), ("host, port: got 256.0.0.1:8000, which cannot be used",)),
+        (("m", "--allowed-origins", "*"), ("--allowed-origins", "JSON list of texts", "'*'")),
+        (
+            ("m", "--allowed-origins", '["https://x.org/"]'),
+            ("allowed_origins: got 'https://x.org/', allowed are *",),
+        ),
+        (("m", "--allowed-origins", '["x.org"]'), ("allowed_origins: got 'x.org'",)),
+        (("m", "--allowed-headers", '["a b"]'), ("allowed_headers: got 'a b'",)),
+        (("m", "--allowed-methods", "[1]"), ("--allowed-methods", "JSON list of texts")),
         (("m", "--drain-timeout-s", "-1"), ("drain_timeout_s: got -1.0",)),
         (("m", "--send-timeout-s", "-1"), ("send_timeout_s: got -1.0",)),
     ],
