@@ -369,7 +369,8 @@ class FunctionDefinition(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, for the chat template only: answers are not held to it."""
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """Handed to the chat template; with tools that the model chooses, vLLM does not hold answers to it either."""
 
 
 class Tool(BaseModel):

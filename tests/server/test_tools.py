@@ -170,7 +170,7 @@ def test_text_is_left_alone(tool_server: LiveServer, script: Script, fields: dic
 
 
 def test_templates_get_vllms_tools() -> None:
-    for tool in (TOOLS[0], {"function": {"name": "f", "description": "d", "strict": False, "x": 1}}):
+    for tool in (TOOLS[0], {"function": {"name": "f", "description": "d", "strict": True, "x": 1}}):
         assert Tool(**tool).for_template() == ChatCompletionToolsParam(**tool).model_dump()  # type: ignore[arg-type]
 
 
@@ -196,7 +196,7 @@ def tool(**fields: object) -> dict[str, Any]:
         (tool(parameters=deep(70)), "tools", "nested more than 64 levels"),
         (tool(parameters={"enum": [1] * 70_000}), "tools", "more than 65536 values"),
         (tool(description="x" * 250_000), "tools", "characters, allowed are at most"),
-        (tool(strict=True), "tools.0.function.strict", "allowed is: False"),
+        (tool(strict="yes"), "tools.0.function.strict", "allowed is: a valid boolean"),
         ({"tool_choice": "required"}, "tool_choice", "got 'required', allowed is: 'none' or 'auto'"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "find"}}},
