@@ -14,7 +14,7 @@ from rose_backend import __version__
 from rose_backend.cli.options import Commands, add_engine_options, engine_config, option_of, value_arguments
 from rose_backend.engine.process_settings import LOG_FORMAT
 from rose_backend.errors import ConfigError
-from rose_backend.server.settings import ServerSettings
+from rose_backend.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ _SERVER_HELP = {
     "allowed_headers": "HTTP headers that these pages may send, as a JSON list (default: '[\"*\"]', all)",
     "allow_credentials": "let these pages send cookies and the like, which this server does not use (default: off)",
     "chat_template": "Jinja template to use instead of the model's",
+    "enable_auto_tool_choice": "let the model choose whether to call a request's tools; needs --tool-call-parser "
+    "(default: off)",
+    "tool_call_parser": "how the model writes calls of tools: hermes is for Hermes and Qwen models",
+    "reasoning_parser": "how the model writes reasoning, which answers then have apart from their content: qwen3 or "
+    "deepseek_r1, both up to </think> (default: as content)",
     # What one client may ask of the server, most of it checked before its key.
     "max_connections": "connections at once; more are answered 503 (default: %(default)s)",
     "max_header_bytes": "size of a request's header, its first line included (default: %(default)s)",
@@ -78,6 +83,8 @@ _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "allowed_methods": {"type": _names, "metavar": "JSON"},
     "allowed_headers": {"type": _names, "metavar": "JSON"},
     "chat_template": {"metavar": "FILE"},
+    "tool_call_parser": {"metavar": "NAME", "choices": TOOL_CALL_PARSERS},
+    "reasoning_parser": {"metavar": "NAME", "choices": REASONING_PARSERS},
 }
 
 

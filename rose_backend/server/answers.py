@@ -6,6 +6,7 @@ Events are formatted as text: a dictionary or pydantic model per token would cos
 from __future__ import annotations
 
 import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rose_backend.engine.outputs import (
     RequestOutput,
     json_logprob,
 )
+from rose_backend.server.answer_parsers import AnswerParser, Part
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -31,6 +33,8 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 _POSITIONS_AT_ONCE = 64
 """Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
+_PARSED_AT_ONCE = 1 << 14
+"""Characters of an answer that are parsed in a few milliseconds, whatever they are."""
 _IDS_AT_ONCE = 4096
 """Token ids that are written in less than a millisecond."""
 _CHARACTERS_AT_ONCE = 1 << 16
@@ -117,6 +121,7 @@ class Answer(ABC):
             if is_first:
                 self._started.add(index)
                 yield from self._opening(index)
+            yield from self._parse(index, completion)
             text, end = self._event_text(index, completion, is_first), self._event_end(index, completion)
             if completion.logprobs is None:
                 yield f'{text},"logprobs":null'
@@ -156,7 +161,7 @@ class Answer(ABC):
                     yield "null"
                 if self._returns_token_ids:
                     yield from self._choice_ids(index, completion, True)
-                yield f',"finish_reason":{_compact(completion.finish_reason)}'
+                yield f',"finish_reason":{_compact(self._finish_reason(index, completion))}'
                 yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
                 separator = ","
         yield f'],"usage":{_compact(usage)}}}'
@@ -198,6 +203,13 @@ class Answer(ABC):
                 if values:
                     parts.append(_compact(values)[1:-1])
 
+    def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
+        """Prepare what is new in one completion; yields after each piece of work."""
+        yield from ()
+
+    def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
+        return completion.finish_reason
+
     def _event_end(self, index: int, completion: CompletionOutput) -> str:
         end = self._suffix
         if self._continuous_usage:
@@ -205,7 +217,8 @@ class Answer(ABC):
         if completion.finish_reason is None:
             return f',"finish_reason":null{end}'
         stop_reason = "null" if completion.stop_reason is None else json.dumps(completion.stop_reason)
-        return f',"finish_reason":"{completion.finish_reason}","stop_reason":{stop_reason}{end}'
+        reason = self._finish_reason(index, completion)
+        return f',"finish_reason":"{reason}","stop_reason":{stop_reason}{end}'
 
     def _usage_field(self, index: int, num_new: int) -> str:
         """Return the token counts of one completion and its prompt, with ``num_new`` tokens more than before."""
@@ -282,14 +295,30 @@ class ChatAnswer(Answer):
     Args:
         token_bytes: returns the bytes of a token.
         num_top_logprobs: alternatives to report for each token, where log-probabilities were asked for.
+        parser: makes one for each completion; None where all text is content.
+        max_calls: of tools, later ones are left out; None: all are there.
+        shows_reasoning: False leaves it out.
     """
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, options: AnswerOptions, *, token_bytes: Callable[[int], bytes], num_top_logprobs: int = 0
+        self,
+        options: AnswerOptions,
+        *,
+        token_bytes: Callable[[int], bytes],
+        num_top_logprobs: int = 0,
+        parser: Callable[[], AnswerParser] | None = None,
+        max_calls: int | None = None,
+        shows_reasoning: bool = True,
     ) -> None:
         super().__init__(options)
+        self._make_parser = parser
+        self._max_calls = max_calls
+        self._shows_reasoning = shows_reasoning
+        self._parsers: dict[int, AnswerParser] = {}
+        self._parts: dict[int, list[Part]] = {}
+        self._callers: set[int] = set()
         self._token_bytes = token_bytes
         self._num_top_logprobs = num_top_logprobs
 
@@ -310,12 +339,42 @@ class ChatAnswer(Answer):
         yield "]"
 
     def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
-        return f'{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
+        if self._make_parser is None:
+            return f'{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
+        return f'{self._prefix}{index},"delta":{_delta(self._parts.pop(index))}'
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
-        yield '"message":{"role":"assistant","content":"'
-        yield from _quoted_parts(completion.text)
-        yield '"}'
+        yield '"message":{"role":"assistant","content":'
+        if self._make_parser is None:
+            yield from _quoted_text(completion.text)
+        else:
+            index = prompt_index * self._n + completion.index
+            yield from self._parse(index, completion)
+            yield from _message(self._parts.pop(index))
+        yield "}"
+
+    def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
+        if self._make_parser is None:
+            return
+        parser = self._parsers.setdefault(index, self._make_parser())
+        parts = self._parts[index] = []
+        for first in range(0, len(completion.text), _PARSED_AT_ONCE):
+            if first:
+                yield _PAUSE
+            parts += parser.feed(completion.text[first : first + _PARSED_AT_ONCE])
+        if completion.finished:
+            parts += parser.end()
+        if any(part.kind == "name" for part in parts):
+            self._callers.add(index)
+        if self._max_calls is not None:
+            parts[:] = [part for part in parts if part.call < self._max_calls]
+        if not self._shows_reasoning:
+            parts[:] = [part for part in parts if part.kind != "reasoning"]
+
+    def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
+        # As OpenAI does: an answer that was cut off may have calls, too.
+        is_call = completion.finish_reason == "stop" and index in self._callers
+        return "tool_calls" if is_call else completion.finish_reason
 
     def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         content = []
@@ -328,6 +387,76 @@ class ChatAnswer(Answer):
     def _token(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         data = list(self._token_bytes(token_id))
         return {"token": self._name(token_id, entry), "logprob": json_logprob(entry.logprob), "bytes": data}
+
+
+class _Joined(NamedTuple):
+    """Parts of an answer, put together."""
+
+    content: str
+    reasoning: str
+    calls: dict[int, tuple[str | None, str]]
+    """Name and arguments by number; the name is None where it came earlier."""
+
+
+def _joined(parts: list[Part]) -> _Joined:
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for kind, text, call in parts:
+        if kind == "name":
+            names[call] = text
+            arguments[call] = []
+        elif kind == "arguments":
+            arguments.setdefault(call, []).append(text)
+        else:
+            texts[kind].append(text)
+    calls = {call: (names.get(call), "".join(pieces)) for call, pieces in arguments.items()}
+    return _Joined("".join(texts["content"]), "".join(texts["reasoning"]), calls)
+
+
+def _call_start(name: str) -> str:
+    return (
+        f'"id":"chatcmpl-tool-{secrets.token_hex(16)}","type":"function","function":{{"name":{_quoted(name)},'
+    )
+
+
+def _delta(parts: list[Part]) -> str:
+    content, reasoning, calls = _joined(parts)
+    fields = [f'"content":{_quoted(content)}'] if content else []
+    if reasoning:
+        quoted = _quoted(reasoning)
+        fields.append(f'"reasoning":{quoted},"reasoning_content":{quoted}')
+    items = [
+        f'{{"index":{call},{_FUNCTION if name is None else _call_start(name)}"arguments":{_quoted(text)}}}}}'
+        for call, (name, text) in calls.items()
+    ]
+    if items:
+        fields.append(f'"tool_calls":[{",".join(items)}]')
+    return f"{{{','.join(fields)}}}"
+
+
+_FUNCTION = '"function":{'
+
+
+def _message(parts: list[Part]) -> Iterator[str]:
+    """Yield the fields of a whole answer, from the value of its content on."""
+    content, reasoning, calls = _joined(parts)
+    if content or not (calls or reasoning):
+        yield from _quoted_text(content)
+    else:
+        yield "null"
+    for name in ("reasoning", "reasoning_content") if reasoning else ():
+        yield f',"{name}":'
+        yield from _quoted_text(reasoning)
+    separator = ',"tool_calls":[{'
+    for function, text in calls.values():
+        assert function is not None, "a whole answer has the names of its calls"
+        yield f'{separator}{_call_start(function)}"arguments":'
+        yield from _quoted_text(text)
+        yield "}}"
+        separator = ",{"
+    if calls:
+        yield "]"
 
 
 _PAUSE = ""
@@ -357,6 +486,13 @@ def _shown(lists: JsonLists) -> Iterator[str]:
             yield f",{part}" if number else part
         start = "],"
     yield "]}"
+
+
+def _quoted_text(text: str) -> Iterator[str]:
+    """Yield a text as a JSON string."""
+    yield '"'
+    yield from _quoted_parts(text)
+    yield '"'
 
 
 def _id_parts(token_ids: Sequence[int] | NDArray[np.int32]) -> Iterator[str]:

@@ -44,7 +44,16 @@ from rose_backend.config import (
 from rose_backend.engine.request import PromptOptions
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
 from rose_backend.errors import RequestError
-from rose_backend.server.settings import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PARTS, MAX_UNKNOWN_FIELDS
+from rose_backend.server.settings import (
+    MAX_ARGUMENTS_LENGTH,
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
+    MAX_MESSAGES,
+    MAX_NAME_LENGTH,
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_UNKNOWN_FIELDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +107,15 @@ IGNORED = frozenset(
         "stream_interval",
     }
 )
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "self", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        "additional_special_tokens",
+    }
+)
+"""Of chat templates."""
 _MAX_NAME_LENGTH = 64
 _LIKENESS = 0.8
 
@@ -298,19 +316,82 @@ class TextPart(BaseModel):
     text: str
 
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+
+class CalledFunction(BaseModel):
+    """What an earlier answer called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)] | dict[str, Any] | None = None
+    """JSON of an object; anything else counts as an empty one, as in vLLM."""
+
+
+class ToolCall(BaseModel):
+    """One call of an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation. Fields that one role has are refused with another."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    """May be left out by the roles assistant and tool."""
     name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Earlier name of ``reasoning``, which wins."""
 
     @model_validator(mode="after")
     def _let_others_run(self) -> ChatMessage:
         """Do nothing: where Python is called, another thread may take the interpreter lock between two messages."""
         return self
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, for the chat template only: answers are not held to it."""
+    strict: bool | None = None
+    """Handed to the chat template; with tools that the model chooses, vLLM does not hold answers to it either."""
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as vLLM hands it to templates."""
+        function = self.function
+        fields: dict[str, Any] = {
+            "name": function.name,
+            "description": function.description,
+            "parameters": function.parameters,
+        }
+        if function.strict is not None:
+            fields["strict"] = function.strict
+        return {"type": self.type, "function": fields}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -323,12 +404,55 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """Whether the model may call tools; auto if there are any."""
+    parallel_tool_calls: bool | None = None
+    """False leaves out all calls but the first."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as enable_thinking."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template; also sets enable_thinking, unless chat_template_kwargs has it."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning out of the answer."""
+    continue_final_message: bool | None = None
+    """Let the answer go on with the last message, which the prompt then ends with."""
 
     _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
     _adds_special_tokens = False
     _limit_names = ("max_completion_tokens", "max_tokens")
 
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that the request sets in the chat template.
+
+        Raises:
+            RequestError: one is not the request's to set.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        for name in variables:
+            if name in _OWN_VARIABLES:
+                raise refused(
+                    "chat_template_kwargs", f"got {name}, which the server sets; allowed are other names"
+                )
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return variables
+
+    @property
+    def parses_tool_calls(self) -> bool:
+        """Whether calls of tools are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def _route_params(self) -> dict[str, Any]:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(
+                "continue_final_message",
+                "got true together with add_generation_prompt, allowed is one of them",
+            )
+        if self.tool_choice == "auto" and not self.tools:
+            raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
         if self.top_logprobs and not self.logprobs:
             raise refused(
                 "top_logprobs",
@@ -374,6 +498,36 @@ def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None
     num_unknown = len(fields.keys() - _known_fields(model))
     if num_unknown > MAX_UNKNOWN_FIELDS:
         raise refused("body", f"got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}")
+
+
+def measure_json(field: str, value: object) -> int:
+    """Return about how many characters a value has as JSON, whose parts are looked at no longer than they are allowed.
+
+    Raises:
+        RequestError: it has too many values or levels.
+    """
+    size, num_values, waiting = 0, 1, [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, int):
+            size += item.bit_length() // 3 + 1
+        elif isinstance(item, (dict, list)):
+            num_values += len(item)
+            if num_values > MAX_JSON_VALUES:
+                raise refused(field, f"got more than {MAX_JSON_VALUES} values, allowed are at most that many")
+            if depth > MAX_JSON_DEPTH:
+                raise refused(
+                    field,
+                    f"got lists and objects nested more than {MAX_JSON_DEPTH} levels deep, allowed are at "
+                    "most that many",
+                )
+            if isinstance(item, dict):
+                size += sum(map(len, item))
+            parts = item.values() if isinstance(item, dict) else item
+            waiting.extend((part, depth + 1) for part in parts)
+    return size
 
 
 def check_other_fields(body: Body) -> None:
@@ -449,7 +603,7 @@ class Choice(Exact):
     """One completion of one prompt."""
 
     index: int
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     """With ``return_token_ids``."""
@@ -509,11 +663,34 @@ class ChatLogprobs(Exact):
     content: list[TokenLogprob]
 
 
+class AnswerFunction(Exact):
+    """What is called."""
+
+    name: str
+    arguments: str
+    """JSON as the model wrote it, which may not be valid, nor fit the tool's schema."""
+
+
+class AnswerToolCall(Exact):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AnswerMessage(Exact):
     """The model's answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None if there are only reasoning and calls."""
+    reasoning: str | None = None
+    """Left out if there is none, as is the next field."""
+    reasoning_content: str | None = None
+    """The same, under its earlier name."""
+    tool_calls: list[AnswerToolCall] = []
+    """Left out if there are none."""
 
 
 class ChatChoice(Choice):

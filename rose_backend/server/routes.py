@@ -7,6 +7,7 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +18,14 @@ from starlette.responses import Response
 from rose_backend import __version__
 from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
 from rose_backend.errors import EngineStalledError
+from rose_backend.server.answer_parsers import (
+    MAKE_TOOL_CALL_PARSER,
+    AnswerParser,
+    PlainParser,
+    ReasoningParser,
+)
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
-from rose_backend.server.chat_template import plain_messages
+from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer, generate
 from rose_backend.server.middleware import DirectRoute
@@ -38,6 +45,7 @@ from rose_backend.server.protocol import (
     TokenizeRequest,
     VersionAnswer,
     check_other_fields,
+    measure_json,
     refused,
 )
 from rose_backend.server.service import Service
@@ -108,22 +116,48 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
-    length = length_of([text for message in messages for text in message.values()])
+    lengths = text_lengths(messages)
     if options.truncate_prompt_tokens is None:
-        check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
-    adds_start = body.add_generation_prompt is not False
+        check_text_length("messages", sum(lengths), processor)
+    tools = [tool.for_template() for tool in body.tools or ()] or None
+    lengths.append(measure_json("tools", tools))
+    check_text_length("tools", lengths[-1], processor)
+    variables = body.template_variables()
+    lengths.append(measure_json("chat_template_kwargs", variables))
+    check_text_length("chat_template_kwargs", lengths[-1], processor)
+    continues = bool(body.continue_final_message)
+    parser = parser_of(body, service, variables, messages[-1]["content"] if continues else None)
+    if body.parses_tool_calls:
+        # Some models' marks of calls are special tokens.
+        params = replace(params, skip_special_tokens=False)
+    adds_start = body.add_generation_prompt is not False and not continues
 
     def process() -> list[ProcessedInput]:
+        parse_arguments(messages)
         # A template may show a text more than once.
-        text = template.render(messages, add_generation_prompt=adds_start, max_length=max_length)
+        text = template.render(
+            messages,
+            add_generation_prompt=adds_start,
+            max_length=max_length,
+            tools=tools,
+            variables=variables,
+            continues=continues,
+        )
         ids = processor.encode_prompt(text, options)
         return processor.process_all([ids], [params], namespace, options)
 
-    inputs = await run_by_length(length, process)
+    inputs = await run_by_length(sum(lengths) + _LENGTH_OF_EACH * len(lengths), process)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
     answer_from = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
-    answer = ChatAnswer(answer_from, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
+    answer = ChatAnswer(
+        answer_from,
+        token_bytes=token_bytes,
+        num_top_logprobs=body.top_logprobs or 0,
+        parser=parser,
+        max_calls=1 if body.parallel_tool_calls is False else None,
+        shows_reasoning=body.include_reasoning is not False,
+    )
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -262,6 +296,40 @@ def check_body(request: Request, body: Body) -> Service:
         )
     check_other_fields(body)
     return service
+
+
+def parser_of(
+    body: ChatCompletionRequest, service: Service, variables: Mapping[str, Any], start: str | None
+) -> Callable[[], AnswerParser] | None:
+    """Return what makes a parser for each answer; None where answers are content only.
+
+    Args:
+        variables: of the chat template.
+        start: of the answer, where it goes on with a message.
+
+    Raises:
+        RequestError: the server was not started for what the request needs.
+    """
+    settings = service.settings
+    make: Callable[[], AnswerParser] | None = None
+    if body.parses_tool_calls:
+        if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
+            raise refused(
+                "tool_choice",
+                "got tools for the model to choose from, which needs a server that was started with "
+                "--enable-auto-tool-choice and --tool-call-parser; allowed here is 'none'",
+            )
+        make = MAKE_TOOL_CALL_PARSER[settings.tool_call_parser]
+    if settings.reasoning_parser is None:
+        return make
+    # As in vLLM, models in the format qwen3 reason unless they are told not to; those of deepseek_r1 always do.
+    reasons = settings.reasoning_parser != "qwen3" or bool(variables.get("enable_thinking", True))
+    if start is not None:
+        reasons = "<think>" in start and "</think>" not in start
+    if not reasons:
+        return make
+    make_answer = make or PlainParser
+    return lambda: ReasoningParser(make_answer())
 
 
 def answer_options(

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
+TOOL_CALL_PARSERS = ("hermes",)
+"""vLLM's names of formats in which models call tools."""
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
+"""vLLM's names of how models write reasoning. Answers of qwen3 have none where ``enable_thinking`` is false."""
 RETRY_AFTER_S = 1
 """Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024
@@ -17,6 +21,14 @@ MAX_PARTS = 256
 """Parts of one message."""
 MAX_NAME_LENGTH = 256
 """Characters of a message's ``name``."""
+MAX_TOOLS = 128
+"""Tools of one chat request, and tool calls of one message."""
+MAX_ARGUMENTS_LENGTH = 1 << 19
+"""Characters of the arguments of one tool call; longer ones would take more than some milliseconds to parse."""
+MAX_JSON_DEPTH = 64
+"""Levels of lists and objects in what a client hands to the chat template."""
+MAX_JSON_VALUES = 65_536
+"""Values in it."""
 MAX_BODY_FIELDS = 65_536
 """Fields of all objects in one body."""
 MAX_BODY_LISTS = 16_384
@@ -55,6 +67,12 @@ class ServerSettings:
     """Let them send cookies and the like."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the tokenizer's own."""
+    enable_auto_tool_choice: bool = False
+    """Let the model choose whether to call tools."""
+    tool_call_parser: str | None = None
+    """How it writes calls, one of ``TOOL_CALL_PARSERS``."""
+    reasoning_parser: str | None = None
+    """How the model writes reasoning in front of an answer, one of ``REASONING_PARSERS``; None: it is content."""
     max_connections: int = 2048
     """Open at once; more are answered 503 and closed."""
     max_header_bytes: int = 64 << 10
@@ -89,6 +107,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
+        for name, names in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            if getattr(self, name) not in (None, *names):
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(names)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
         for name, low, high in (
             ("port", 0, 65_535),
             ("max_connections", 1, 1 << 20),

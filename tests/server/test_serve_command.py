@@ -210,7 +210,8 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     }
     given |= {"max_header_bytes": 2000, "max_headers": 20, "header_timeout_s": 1.5, "body_timeout_s": 2.5}
     given |= {"keep_alive_timeout_s": 3.5, "max_body_bytes": 5, "max_prompts": 6, "max_answer_tokens": 7}
-    given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5}
+    given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5, "tool_call_parser": "hermes"}
+    given |= {"reasoning_parser": "qwen3"}
     argv = [
         "m",
         "--served-model-name",
@@ -226,6 +227,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         "--no-frontend-multiprocessing",
         "--share-prefix-cache",
         "--exact-cached-tokens",
+        "--enable-auto-tool-choice",
         "--no-prefix-cache",
         "--no-token-granular-hits",
         "--seed",
@@ -236,6 +238,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     given |= {"allowed_origins": ("https://x.org", "http://[::1]:80"), "allowed_methods": ("GET",)}
     given |= {"allowed_headers": ("x-a",), "allow_credentials": True}
     given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
+    given |= {"enable_auto_tool_choice": True}
     assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
     assert run(*argv) == 0
     config = EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3)

@@ -1,0 +1,364 @@
+"""Answers in parts: reasoning, calls of tools, and what is around them, found while the text comes.
+
+A parser finds the same however the text is split, takes time in proportion to its length, and holds back only what may
+still become something else: part of a mark, or the start of a call whose name is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+_END_OF_REASONING = "</think>"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
+_STRING_PART = re.compile(r'[^"\\]*')
+_NESTED_PART = re.compile(r'[^"{}\[\]]*')
+
+
+class Part(NamedTuple):
+    """A piece of an answer; pieces of one kind and call follow each other."""
+
+    kind: Literal["content", "reasoning", "name", "arguments"]
+    text: str
+    call: int = 0
+    """Which call of the answer, from 0."""
+
+
+class AnswerParser(ABC):
+    """Parses one answer."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Part]:
+        """Return what more text has made certain."""
+
+    @abstractmethod
+    def end(self) -> list[Part]:
+        """Return what was held back, when no more text comes."""
+
+
+class _Place(Enum):
+    """Where in an object its next character stands."""
+
+    START = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    COMMA = auto()
+    STRING = auto()
+    """In a key, or in a value that is a string."""
+    NESTED = auto()
+    NESTED_STRING = auto()
+    SCALAR = auto()
+
+
+class _CallReader:
+    """Reads one call, ``{"name": "...", "arguments": ...}``, with fields in any order.
+
+    The object itself must be JSON until the call has begun; the value of its arguments is passed on as it is, and need
+    only have its strings and brackets closed.
+
+    Args:
+        call: its number.
+        arguments: names of the field with the arguments.
+    """
+
+    def __init__(self, call: int, arguments: frozenset[str]) -> None:
+        self._call = call
+        self._argument_names = arguments
+        self._place = _Place.START
+        self._depth = 0
+        self._is_escaped = False
+        self._is_key = False
+        self._key = ""
+        self._string: list[str] = []
+        self._name: str | None = None
+        self._has_arguments = False
+        self._takes_value = False
+        """The present value is that of the arguments."""
+        self._held: list[str] = []
+        """Arguments that no part has yet."""
+        self.raw: list[str] = []
+        """What was read before the call had begun."""
+        self.has_begun = False
+        """Name and first character of the arguments were there."""
+        self.is_open = True
+
+    def read(self, text: str, at: int, parts: list[Part]) -> int:
+        """Read on from ``text[at]``, add to ``parts``, and return the place of the first character left over."""
+        while self.is_open and at < len(text):
+            end = self._step(text, at, parts)
+            if not self.has_begun:
+                self.raw.append(text[at:end])
+            at = end
+        if self.has_begun and self._held:
+            # One part, of pieces as short as a bracket.
+            parts.append(Part("arguments", "".join(self._held), self._call))
+            self._held.clear()
+        return at
+
+    def _step(self, text: str, at: int, parts: list[Part]) -> int:
+        place = self._place
+        if place is _Place.STRING:
+            return self._read_string(text, at, parts)
+        if place in (_Place.NESTED, _Place.NESTED_STRING, _Place.SCALAR):
+            return self._read_value(text, at)
+        end = _end(_SPACE, text, at)
+        if end > at:
+            return end
+        self._read_mark(text[at], parts)
+        # A character that is wrong belongs to what follows, and one that begins a value to the value.
+        is_left = self._place is _Place.SCALAR or (not self.is_open and text[at] != "}")
+        return at if is_left else at + 1
+
+    def _read_mark(self, mark: str, parts: list[Part]) -> None:
+        place = self._place
+        if place is _Place.VALUE:
+            self._begin_value(mark, parts)
+        elif mark == '"' and place is _Place.KEY:
+            self._place, self._is_key = _Place.STRING, True
+            self._string.clear()
+        elif (place, mark) in _NEXT:
+            self._place = _NEXT[place, mark]
+        else:
+            # The end of the object, or a character that is not allowed here.
+            self.is_open = False
+
+    def _begin_value(self, mark: str, parts: list[Part]) -> None:
+        self._is_key = False
+        is_name = self._key == "name" and not self.has_begun
+        self._takes_value = self._key in self._argument_names and not self._has_arguments
+        if mark == '"':
+            self._place = _Place.STRING
+            self._string.clear()
+        elif mark in "{[" and not is_name:
+            self._place, self._depth = _Place.NESTED, 1
+        elif _SCALAR.fullmatch(mark) and not is_name:
+            self._place = _Place.SCALAR
+        else:
+            self.is_open = False
+            return
+        if self._takes_value:
+            self._has_arguments = True
+            self._begin(parts)
+            if self._place is not _Place.SCALAR:
+                self._held.append(mark)
+
+    def _read_string(self, text: str, at: int, parts: list[Part]) -> int:
+        end, is_over = self._string_end(text, at)
+        if self._takes_value and not self._is_key:
+            self._held.append(text[at:end])
+        elif self._is_key or self._key == "name":
+            self._string.append(text[at:end])
+        if not is_over:
+            return end
+        whole = "".join(self._string)[:-1]
+        if self._is_key:
+            self._key, self._place = whole, _Place.COLON
+            return end
+        self._place = _Place.COMMA
+        if self._key == "name" and not self.has_begun:
+            self._name = _decoded(whole)
+            self.is_open = bool(self._name)
+            self._begin(parts)
+        self._takes_value = False
+        return end
+
+    def _read_value(self, text: str, at: int) -> int:
+        is_over = False
+        if self._place is _Place.NESTED_STRING:
+            end, is_string_over = self._string_end(text, at)
+            if is_string_over:
+                self._place = _Place.NESTED
+        elif self._place is _Place.SCALAR:
+            end = _end(_SCALAR, text, at)
+            is_over = end < len(text)
+        else:
+            end = _end(_NESTED_PART, text, at)
+            if end < len(text):
+                mark = text[end]
+                end += 1
+                if mark == '"':
+                    self._place = _Place.NESTED_STRING
+                else:
+                    self._depth += 1 if mark in "{[" else -1
+                    is_over = not self._depth
+        if self._takes_value:
+            self._held.append(text[at:end])
+        if is_over:
+            self._place, self._takes_value = _Place.COMMA, False
+        return end
+
+    def _string_end(self, text: str, at: int) -> tuple[int, bool]:
+        """Return the end of the next part of a string, and whether the string ends there."""
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1, False
+        end = _end(_STRING_PART, text, at)
+        if end == len(text):
+            return end, False
+        self._is_escaped = text[end] == "\\"
+        return end + 1, not self._is_escaped
+
+    def _begin(self, parts: list[Part]) -> None:
+        if self.has_begun or not self._name or not self._has_arguments:
+            return
+        self.has_begun = True
+        parts.append(Part("name", self._name, self._call))
+        self.raw.clear()
+
+
+_NEXT: Mapping[tuple[_Place, str], _Place] = {
+    (_Place.START, "{"): _Place.KEY,
+    (_Place.COLON, ":"): _Place.VALUE,
+    (_Place.COMMA, ","): _Place.KEY,
+}
+
+
+class HermesParser(AnswerParser):
+    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, of Hermes and Qwen models.
+
+    As in vLLM, text before the first call is content, other text around calls is left out. What follows a mark and is
+    no call is content, the mark included.
+    """
+
+    _MARK = "<tool_call>"
+    _ARGUMENTS = frozenset({"arguments"})
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._reader: _CallReader | None = None
+        self._num_calls = 0
+        self._keeps_text = True
+
+    def feed(self, text: str) -> list[Part]:
+        """Return what more text has made certain."""
+        parts: list[Part] = []
+        text, self._held, at = self._held + text, "", 0
+        while at < len(text):
+            if self._reader is None:
+                at = self._read_text(text, at, parts)
+            else:
+                at = self._reader.read(text, at, parts)
+                if not self._reader.is_open:
+                    self._end_call(self._reader, parts)
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return what was held back."""
+        parts: list[Part] = []
+        if self._reader is not None:
+            self._end_call(self._reader, parts)
+        self._add_content(self._held, parts)
+        self._held = ""
+        return parts
+
+    def _read_text(self, text: str, at: int, parts: list[Part]) -> int:
+        start = text.find(self._MARK, at)
+        if start >= 0:
+            self._add_content(text[at:start], parts)
+            self._reader = _CallReader(self._num_calls, self._ARGUMENTS)
+            return start + len(self._MARK)
+        end = max(at, len(text) - num_begun(text[at:], self._MARK))
+        self._add_content(text[at:end], parts)
+        self._held = text[end:]
+        return len(text)
+
+    def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
+        self._reader, self._keeps_text = None, not reader.has_begun
+        self._num_calls += reader.has_begun
+        if not reader.has_begun:
+            self._add_content("".join([self._MARK, *reader.raw]), parts)
+
+    def _add_content(self, text: str, parts: list[Part]) -> None:
+        if text and self._keeps_text:
+            parts.append(Part("content", text))
+
+
+class PlainParser(AnswerParser):
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text."""
+        return [Part("content", text)] if text else []
+
+    def end(self) -> list[Part]:
+        """Return nothing."""
+        return []
+
+
+class ReasoningParser(AnswerParser):
+    """Reasoning up to ``</think>``, in front of an answer; the prompt or the answer may hold the ``<think>`` before it.
+
+    Args:
+        answer: parses what follows.
+    """
+
+    _MARK = re.compile("</?think>")
+    _MARKS = ("<think>", _END_OF_REASONING)
+
+    def __init__(self, answer: AnswerParser) -> None:
+        self._answer = answer
+        self._held = ""
+        self._is_over = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Return what more text has made certain."""
+        if self._is_over:
+            return self._answer.feed(text)
+        parts: list[Part] = []
+        text, self._held, at = self._held + text, "", 0
+        for mark in self._MARK.finditer(text):
+            self._add(text[at : mark.start()], parts)
+            at = mark.end()
+            if mark[0] == _END_OF_REASONING:
+                self._is_over = True
+                return parts + self._answer.feed(text[at:])
+        end = len(text) - max(num_begun(text[at:], mark) for mark in self._MARKS)
+        self._add(text[at:end], parts)
+        self._held = text[end:]
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return what was held back."""
+        parts: list[Part] = []
+        self._add(self._held, parts)
+        self._held = ""
+        return parts + self._answer.end()
+
+    @staticmethod
+    def _add(text: str, parts: list[Part]) -> None:
+        if text:
+            parts.append(Part("reasoning", text))
+
+
+def num_begun(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the start of a mark."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where the longest match from ``text[at]`` ends, of a pattern that matches anywhere."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _decoded(inside: str) -> str | None:
+    """Return the text of a JSON string without its quotation marks; None if it is not valid."""
+    try:
+        text: str = json.loads(f'"{inside}"')
+    except ValueError:
+        return None
+    return text
+
+
+MAKE_TOOL_CALL_PARSER: Mapping[str, Callable[[], AnswerParser]] = {"hermes": HermesParser}
+"""Of ``settings.TOOL_CALL_PARSERS``."""
