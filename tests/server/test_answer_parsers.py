@@ -169,3 +169,9 @@ def test_whole_calls_are_vllms() -> None:
         assert [(name, json.loads(arguments)) for name, arguments in calls] == [
             (call.function.name, json.loads(call.function.arguments)) for call in theirs.tool_calls
         ]
+
+
+def test_what_looked_like_a_call_behind_reasoning_is_content_in_the_end() -> None:
+    parser = ReasoningParser(HermesParser())
+    parts = [*parser.feed("So.</think>Hi <tool_"), *parser.end()]
+    assert "".join(part.text for part in parts if part.kind == "content") == "Hi <tool_"
