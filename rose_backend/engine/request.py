@@ -400,6 +400,12 @@ class InputProcessor:
         adds, max_tokens = options.add_special_tokens, self.max_model_len - 1
         if options.truncate_prompt_tokens is None:
             return self.encode(text, max_tokens=max_tokens, add_special_tokens=adds)
+        # As in vLLM, where the side is known only as many characters are tokenized as a window may have.
+        most = self.max_model_len * self.tokenizer.max_token_length
+        if options.truncation_side == "left":
+            text = text[-most:]
+        elif options.truncation_side == "right":
+            text = text[:most]
         ids = self.encode(text, max_tokens=max(max_tokens, MAX_CUT_TOKENS), add_special_tokens=adds)
         return _truncated(ids, options, self.tokenizer.num_added_tokens if adds else (0, 0))
 

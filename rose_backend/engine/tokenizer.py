@@ -636,7 +636,8 @@ class Tokenizer:
         """Numbers of special tokens that ``encode`` adds before a text and after it."""
         plain, whole = (self.encode("a", add_special_tokens=adds) for adds in (False, True))
         num_added = len(whole) - len(plain)
-        before = next(first for first in range(num_added + 1) if whole[first : first + len(plain)] == plain)
+        starts = (first for first in range(num_added + 1) if whole[first : first + len(plain)] == plain)
+        before = next(starts, 0)
         return before, num_added - before
 
     def count_tokens(self, text: str, limit: int) -> tuple[int, int]:

@@ -292,7 +292,7 @@ class PlainParser(AnswerParser):
 
 
 class ReasoningParser(AnswerParser):
-    """Reasoning up to ``</think>``, in front of an answer; the prompt or the answer may hold the ``<think>`` before it.
+    """Reasoning up to ``</think>``, then the answer. ``<think>`` may be part of the prompt, or come first.
 
     Args:
         answer: parses what follows.

@@ -76,6 +76,8 @@ class Answer(ABC):
 
     object_name: str
     event_object_name: str
+    _make_parser: Callable[[], AnswerParser] | None = None
+    """None: all text is content."""
 
     def __init__(self, options: AnswerOptions) -> None:
         self._head = {"id": options.id, "created": options.created, "model": options.model}
@@ -121,7 +123,8 @@ class Answer(ABC):
             if is_first:
                 self._started.add(index)
                 yield from self._opening(index)
-            yield from self._parse(index, completion)
+            if self._make_parser is not None:
+                yield from self._parse(index, completion)
             text, end = self._event_text(index, completion, is_first), self._event_end(index, completion)
             if completion.logprobs is None:
                 yield f'{text},"logprobs":null'
@@ -167,7 +170,7 @@ class Answer(ABC):
         yield f'],"usage":{_compact(usage)}}}'
 
     def _opening(self, index: int) -> Iterator[str]:
-        """Yield an event that comes before all others of one completion."""
+        """Yield what comes before the first event of one completion, or is the start of it."""
         yield from ()
 
     @abstractmethod
@@ -247,11 +250,15 @@ class CompletionAnswer(Answer):
         self._echo = echo
         self._text_lengths: dict[int, int] = {}
 
+    def _opening(self, index: int) -> Iterator[str]:
+        if self._echo is not None:
+            yield f'{self._prefix}{index},"text":"'
+            yield from _quoted_parts(self._echo[index // self._n])
+
     def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
-        text = completion.text
         if self._echo is not None and is_first:
-            text = self._echo[index // self._n] + text
-        return f'{self._prefix}{index},"text":{_quoted(text)}'
+            return _quoted(completion.text)[1:]
+        return f'{self._prefix}{index},"text":{_quoted(completion.text)}'
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         yield '"text":"'
@@ -354,8 +361,7 @@ class ChatAnswer(Answer):
         yield "}"
 
     def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
-        if self._make_parser is None:
-            return
+        assert self._make_parser is not None, "answers without a parser are not parsed"
         parser = self._parsers.setdefault(index, self._make_parser())
         parts = self._parts[index] = []
         for first in range(0, len(completion.text), _PARSED_AT_ONCE):

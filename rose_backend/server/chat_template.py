@@ -17,8 +17,8 @@ from rose_backend.server.protocol import ChatMessage, ToolCall, measure_json, re
 
 _NO_VARIABLES: Mapping[str, Any] = {}
 _END_TAG = "<end of the final message> "
-"""Stands behind a message that the answer goes on with, to find its end in the template's text. The space shows whether
-the template trims messages."""
+"""Appended to the message to continue, so that its end can be found in the rendered text. The space tells whether the
+template trims messages."""
 _MAX_REASON_LENGTH = 500
 """Characters of an error that a template raises, which may quote the conversation."""
 

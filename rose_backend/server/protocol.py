@@ -214,10 +214,10 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
     conversations, in which the chat template writes them."""
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1, le=TOKEN_IDS.high)
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
     """Cut longer prompts to this many tokens; -1: to the window less one token."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where they are cut; unless given on the left, but behind special tokens that were added there."""
+    """Where they are cut. If not given, on the left, except for special tokens that were added there."""
     return_token_ids: bool | None = None
     """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
     return_tokens_as_token_ids: bool | None = None
@@ -271,6 +271,8 @@ class GenerationRequest(Body):
             if (limit := getattr(self, name)) is not None and limit > max_model_len:
                 raise refused(name, f"got {limit}, allowed are at most {max_model_len}, the model's window")
         limit, adds = self.truncate_prompt_tokens, self.add_special_tokens
+        if limit == 0:
+            raise refused("truncate_prompt_tokens", f"got 0, allowed are -1 and 1 to {max_model_len}")
         return PromptOptions(
             max_new_tokens,
             add_special_tokens=self._adds_special_tokens if adds is None else adds,

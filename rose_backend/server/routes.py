@@ -53,6 +53,8 @@ from rose_backend.server.service import Service
 router = APIRouter()
 T = TypeVar("T")
 
+_MAX_PARALLEL_LENGTH = 1 << 18
+"""Characters and token ids to truncate that are processed beside others."""
 _MAX_INLINE_LENGTH = 8192
 """Characters and token ids that are processed on the event loop; more are in a thread, to not delay streams."""
 _LENGTH_OF_EACH = 128
@@ -87,7 +89,9 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         check_text_length("prompt", longest, processor)
     length = length_of(prompts)
     inputs = await run_by_length(
-        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace, options)
+        length,
+        partial(processor.process_all, prompts, [params] * len(prompts), namespace, options),
+        None if options.truncate_prompt_tokens is None else service.long_truncation,
     )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
@@ -146,7 +150,11 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         ids = processor.encode_prompt(text, options)
         return processor.process_all([ids], [params], namespace, options)
 
-    inputs = await run_by_length(sum(lengths) + _LENGTH_OF_EACH * len(lengths), process)
+    inputs = await run_by_length(
+        sum(lengths) + _LENGTH_OF_EACH * len(lengths),
+        process,
+        None if options.truncate_prompt_tokens is None else service.long_truncation,
+    )
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
     answer_from = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
@@ -244,8 +252,9 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
-@router.get("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
-@router.post("/ping", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+@router.api_route(
+    "/ping", methods=["GET", "POST"], responses={200: {"model": HealthAnswer}}, tags=["operations"]
+)
 async def ping(request: Request) -> Response:
     """Report the same as ``/health``, where SageMaker looks for it."""
     return await health(request)
@@ -442,9 +451,24 @@ def length_of(texts: Sequence[str | list[int]]) -> int:
     return sum(map(len, texts)) + _LENGTH_OF_EACH * len(texts)
 
 
-async def run_by_length(length: int, work: Callable[[], T]) -> T:
-    """Do the work here, or in a thread if there are many characters or token ids."""
-    return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
+async def run_by_length(
+    length: int, work: Callable[[], T], one_at_a_time: asyncio.Semaphore | None = None
+) -> T:
+    """Do the work here, or in a thread if there are many characters or token ids.
+
+    Args:
+        one_at_a_time: what work of more than ``_MAX_PARALLEL_LENGTH`` waits for. Without it, many such texts at once
+            could use up the memory.
+    """
+    if length <= _MAX_INLINE_LENGTH:
+        return work()
+    if one_at_a_time is None or length <= _MAX_PARALLEL_LENGTH:
+        return await asyncio.to_thread(work)
+    await one_at_a_time.acquire()
+    thread = asyncio.ensure_future(asyncio.to_thread(work))
+    # A thread goes on when its client has left.
+    thread.add_done_callback(lambda _: one_at_a_time.release())
+    return await asyncio.shield(thread)
 
 
 def _json_with_ids(

@@ -262,6 +262,8 @@ class Service:
         """Unfinished requests inside the engine."""
         self.submission = asyncio.Lock()
         """Held while a request with several prompts submits them."""
+        self.long_truncation = asyncio.Semaphore(1)
+        """Held while long texts are tokenized of which only a part is kept: 1 MB takes up to 150 MB meanwhile."""
 
     async def abort_all(self) -> None:
         """Abort every request; each is still answered with the tokens it has."""

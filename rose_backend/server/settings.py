@@ -72,7 +72,7 @@ class ServerSettings:
     tool_call_parser: str | None = None
     """How it writes calls, one of ``TOOL_CALL_PARSERS``."""
     reasoning_parser: str | None = None
-    """How the model writes reasoning in front of an answer, one of ``REASONING_PARSERS``; None: it is content."""
+    """How the model marks the reasoning before its answer, one of ``REASONING_PARSERS``; None: it is content."""
     max_connections: int = 2048
     """Open at once; more are answered 503 and closed."""
     max_header_bytes: int = 64 << 10
@@ -126,7 +126,7 @@ class ServerSettings:
         ):
             check_int(name, getattr(self, name), low, high)
         for origin in self.allowed_origins:
-            # Browsers name an origin exactly so: with anything behind the host it would never be met.
+            # Browsers send an origin without a path: one with a path would never match.
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"allowed_origins: got {origin!r}, allowed are * and origins like https://example.com or "

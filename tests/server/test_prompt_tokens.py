@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.server.live_server import LiveServer, check_refused, running_server, stream
+from rose_backend.server import routes
+from tests.server.live_server import LiveServer, check_refused, in_event_loop, running_server, stream
 from tests.support.llama_checkpoints import change_json
+from tests.support.patience import HANG_S
 
 CHAT = "/v1/chat/completions"
 BEGIN = 0
@@ -117,6 +121,11 @@ def test_prompts_longer_than_the_window(begins: LiveServer) -> None:
     # What is cut off is not looked at.
     assert prompt_of(begins, [10**9] * 5000 + [8, 9], truncate_prompt_tokens=2) == [8, 9]
     assert len(chat_prompt_of(begins, text, truncate_prompt_tokens=-1)) == 1023
+    long = "a " * 1_100_000 + TEXT + "b " * 1_100_000
+    for side, end in (("left", [*"b "]), ("right", [*"a "])):
+        tokens = prompt_of(begins, long, truncate_prompt_tokens=6, truncation_side=side)
+        kept = begins.post("/detokenize", {"tokens": tokens[1:]}).json()["prompt"]
+        assert len(tokens) == 6 and set(kept) == set(end), kept
     events = stream(begins, prompt=text, truncate_prompt_tokens=1000, max_tokens=99, ignore_eos=True)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -130,9 +139,9 @@ def test_prompts_longer_than_the_window(begins: LiveServer) -> None:
             "truncate_prompt_tokens",
             "got 1025, allowed are at most 1024, the",
         ),
-        ({"truncate_prompt_tokens": 10**30}, "truncate_prompt_tokens", "got 1000000"),
+        ({"truncate_prompt_tokens": 10**30}, "truncate_prompt_tokens", "allowed are at most 1024"),
         ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens", "got True"),
-        ({"truncate_prompt_tokens": 0}, "prompt", "got no tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "got 0, allowed are -1 and 1 to 1024"),
         ({"truncate_prompt_tokens": 1024, "prompt": [5] * 1024}, "prompt", "got 1024 tokens"),
         ({"truncate_prompt_tokens": 3, "prompt": [5, "a"] * 5}, "prompt", "allowed are a string"),
         ({"truncate_prompt_tokens": 3, "prompt": [[5], ["a"] * 5]}, "prompt", "got token id str"),
@@ -144,3 +153,31 @@ def test_prompts_longer_than_the_window(begins: LiveServer) -> None:
 )
 def test_refusals(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
     check_refused(server.complete(**{"prompt": "a", "max_tokens": 1, **fields}), param, message)
+
+
+@in_event_loop
+async def test_long_texts_to_truncate_take_turns() -> None:
+    """As many at once as there are threads would take 2 GB and more."""
+    turn, running, most, proceed = asyncio.Semaphore(1), 0, 0, threading.Event()
+
+    def work() -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert proceed.wait(HANG_S)
+        running -= 1
+        return most
+
+    tasks = [asyncio.create_task(routes.run_by_length(1 << 20, work, turn)) for _ in range(3)]
+    try:
+        while not running:
+            await asyncio.sleep(0)
+        # Its client leaves: the thread goes on, and the next one waits for it all the same.
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        # Shorter texts do not wait.
+        assert await routes.run_by_length(1 << 17, lambda: 5, turn) == 5 and turn.locked()
+    finally:
+        proceed.set()
+    assert await asyncio.gather(*tasks[1:]) == [1, 1] and not turn.locked()

@@ -12,8 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import RequestError
 from rose_backend.server.chat_template import ChatTemplate
-from tests.server.live_server import GREEDY, LiveServer, check_refused, running_server, stream
-from tests.server.test_tools import CALL, TOOLS, Script
+from tests.server.live_server import GREEDY, LiveServer, check_refused, stream
+from tests.server.test_tools import CALL, TOOLS, Script, scripted, template_server
 
 PATH = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Where?"}]}
@@ -29,24 +29,14 @@ def reasoning_server(
     request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
     """Return a server for models that reason."""
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE)
-    settings = {
-        "chat_template": str(template),
-        "reasoning_parser": request.param,
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-    }
-    with running_server(tiny_model_path, settings) as server:
+    folder = tmp_path_factory.mktemp("template")
+    with template_server(tiny_model_path, folder, TEMPLATE, reasoning_parser=request.param) as server:
         yield server
 
 
 @pytest.fixture
 def script(reasoning_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Return what the server's engine says."""
-    script = Script()
-    monkeypatch.setattr(reasoning_server.engine, "generate_deltas", script.generate_deltas)
-    return script
+    return scripted(reasoning_server, monkeypatch)
 
 
 def said(server: LiveServer, **fields: object) -> tuple[str | None, str | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -51,26 +52,33 @@ class Script:
             yield RequestOutput(str(request_id), None, prompt.token_ids.tolist(), outputs, is_last)
 
 
+@contextlib.contextmanager
+def template_server(model: Path, folder: Path, template: str, **settings: object) -> Iterator[LiveServer]:
+    """Run a server that looks for Hermes' calls, with a chat template."""
+    path = folder / "chat.jinja"
+    path.write_text(template)
+    calls = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with running_server(model, {"chat_template": str(path), **calls, **settings}) as server:
+        yield server
+
+
+def scripted(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Return what the server's engine says from now on."""
+    script = Script()
+    monkeypatch.setattr(server.engine, "generate_deltas", script.generate_deltas)
+    return script
+
+
 @pytest.fixture(scope="module")
 def tool_server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Return a server that looks for calls."""
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    settings = {
-        "chat_template": str(template),
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-    }
-    with running_server(tiny_model_path, settings) as server:
+    with template_server(tiny_model_path, tmp_path_factory.mktemp("template"), TEMPLATE) as server:
         yield server
 
 
 @pytest.fixture
 def script(tool_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Return what the server's engine says."""
-    script = Script()
-    monkeypatch.setattr(tool_server.engine, "generate_deltas", script.generate_deltas)
-    return script
+    return scripted(tool_server, monkeypatch)
 
 
 def answered(server: LiveServer, **fields: object) -> Any:
