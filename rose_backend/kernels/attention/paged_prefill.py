@@ -87,17 +87,21 @@ class Range(NamedTuple):
 
 @triton.jit
 def find_tile(
-    query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE: tl.constexpr, QUERY_TILE: tl.constexpr
+    query_start_ptr, num_computed_ptr, num_rows, nth, ROWS_TILE: tl.constexpr, QUERY_TILE: tl.constexpr
 ):
-    """Return row and tile within the row of piece ``work``; ``num_rows`` or more if there is none."""
+    """Return row and tile within the row of the ``nth`` tile from the last one on; row ``num_rows`` if there is none.
+
+    From the last one on, because a row's later tiles take longer. Programs that find none come last, delaying no other.
+    """
     rows = tl.arange(0, ROWS_TILE)
     is_row = rows < num_rows
     starts = tl.load(query_start_ptr + rows, mask=is_row, other=0)
     stops = tl.load(query_start_ptr + rows + 1, mask=is_row, other=0)
     computed = tl.load(num_computed_ptr + rows, mask=is_row, other=-1)
     tiles = tl.where(computed >= 0, tl.cdiv(tl.maximum(stops - starts, 0), QUERY_TILE), 0)
+    work = tl.sum(tiles) - 1 - nth
     row = tl.sum((tl.cumsum(tiles, 0) <= work).to(tl.int32))
-    return row, work - tl.sum(tl.where(rows < row, tiles, 0))
+    return tl.where(work < 0, num_rows, row), work - tl.sum(tl.where(rows < row, tiles, 0))
 
 
 @triton.jit
@@ -329,8 +333,8 @@ def _store_chunk_kernel(
 ):
     """Store a chunk in caches of another dtype: a program stores one tile of a row's tokens for one KV head."""
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
-    work = tl.program_id(0) // NUM_HEADS
-    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE, TOKEN_TILE)
+    nth = tl.program_id(0) // NUM_HEADS
+    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, nth, ROWS_TILE, TOKEN_TILE)
     if row >= num_rows:
         return
     first_token = tl.load(query_start_ptr + row).to(tl.int64)
@@ -477,7 +481,7 @@ def _start_state(sinks_ptr, head, SIZES: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_pieces", "window", "table_stride"],
+    do_not_specialize=["num_rows", "window", "table_stride"],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "query_start_ptr",
@@ -505,7 +509,6 @@ def _paged_prefill_kernel(
     key_scale_ptr,
     value_scale_ptr,
     num_rows,
-    num_pieces,
     window,
     factors,
     strides,  # AttentionStrides
@@ -517,9 +520,8 @@ def _paged_prefill_kernel(
 ):
     HAS_NEW: tl.constexpr = new_key_ptr is not None
     head = tl.program_id(0) % SIZES.NUM_HEADS
-    # From the last tile on: a row's later tiles take longer.
-    work = num_pieces - 1 - tl.program_id(0) // SIZES.NUM_HEADS
-    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE, TILES.QUERY_TILE)
+    nth = tl.program_id(0) // SIZES.NUM_HEADS
+    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, nth, ROWS_TILE, TILES.QUERY_TILE)
     if row >= num_rows:
         return
     first_token = tl.load(query_start_ptr + row).to(tl.int64)
@@ -638,7 +640,6 @@ def paged_prefill(
         options.key_scale,
         options.value_scale,
         num_rows,
-        num_pieces,
         options.sliding_window or 0,
         logit_factors(options.scale, options.logits_soft_cap),
         attention_strides(out, query, new, kv),
