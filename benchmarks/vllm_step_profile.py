@@ -207,11 +207,24 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def check_lengths(options: argparse.Namespace, facts: ModelFacts) -> None:
+    """Exit where a request would have more tokens than the model takes."""
+    decode = PROMPT_TOKENS + WARM_UP_STEPS + 4 * options.steps
+    most_steps = max((-(-options.prompt_tokens // chunk) for chunk in options.chunks), default=0)
+    prompt = options.prompt_tokens + (4 * (most_steps + WARM_UP_STEPS) if options.chunks else 1)
+    for name, length in (("--steps", decode), ("--prompt-tokens, --chunks", prompt)):
+        if length > facts.max_model_len:
+            raise SystemExit(
+                f"{name}: the longest request has {length:,} tokens; the model takes {facts.max_model_len:,}"
+            )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Profile, print, write."""
     options = parse_options(arguments)
     with checkpoint(options.model, options.shape, small=options.quick) as model:
         facts = model_facts(model)
+        check_lengths(options, facts)
         engine = Engine(options, model, facts)
         profiles = [profile_decoding(engine, batch, options.mode, options.steps) for batch in options.batches]
         profiles.append(profile_prompts(engine, options.prompts, options.prompt_tokens, options.mode))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_profile
+from benchmarks import step_profile, vllm_step_profile
 from benchmarks.step_profile import time_decoding
 from benchmarks.support.cli import QUICK_MODEL
 from rose_backend import LLM, SamplingParams
@@ -97,6 +97,15 @@ def test_quick_profile_inside_vllm(backend: str, tmp_path: Path) -> None:
         assert step["idle_us"] == pytest.approx(step["step_us"] - step["busy_us"])
         called = {each["function"].partition("(")[2]: each for each in step["host"]}
         assert called["execute_model)"]["calls"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--steps", "10000"], "--steps"), (["--prompt-tokens", "99999"], "--prompt-tokens, --chunks")],
+)
+def test_requests_that_the_model_cannot_take_are_refused(arguments: list[str], named: str) -> None:
+    with pytest.raises(SystemExit, match=rf"{named}: the longest request has [\d,]+ tokens; the model takes"):
+        vllm_step_profile.main(["--quick", *arguments])
 
 
 def test_quick_comparison_of_request_kinds(tmp_path: Path) -> None:
