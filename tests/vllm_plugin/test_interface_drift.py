@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +42,7 @@ from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, core
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -82,6 +83,7 @@ from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTo
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
+from tests.conftest import ROOT
 from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import make_simulation
 
@@ -170,6 +172,18 @@ def test_block_manager_ignores_only_arguments_that_are_known_not_to_matter(name:
 def test_block_manager_has_every_public_member() -> None:
     missing = members(KVCacheManager) - members(RoseKVCacheManager)
     assert not missing, f"vLLM's KVCacheManager has members that Rose's lacks: {sorted(missing)}"
+
+
+def test_the_proposed_interface_is_what_vllm_calls_of_a_manager() -> None:
+    page = (ROOT / "docs/proposals/kv_cache_manager.md").read_text()
+    defined: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], defined)
+    proposed = defined["KVCacheManagerProtocol"]
+    listed = {*proposed.__annotations__, *members(proposed)}
+    sources = map(inspect.getsource, (scheduler_module, async_scheduler, core))
+    assert listed == set(re.findall(r"kv_cache_manager\s*\.\s*([a-z_]+)", "\n".join(sources)))
+    for name in listed - {*proposed.__annotations__}:
+        assert hasattr(RoseKVCacheManager, name) and hasattr(KVCacheManager, name), name
 
 
 def test_blocks_have_every_method_that_is_called() -> None:
