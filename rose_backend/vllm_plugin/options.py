@@ -70,6 +70,27 @@ def has_kv_connector(vllm_config: VllmConfig) -> bool:
     return config is not None and config.kv_connector is not None
 
 
+CONNECTORS_OUTSIDE_OF_LAYERS = (
+    *("OffloadingConnector", "LMCacheMPConnector"),
+    # The first is vLLM's other name for the second.
+    *("NixlConnector", "NixlPullConnector"),
+)
+"""KV connectors that do nothing when a layer calls them: they load and store before and after a step's layers."""
+
+
+def has_connector_in_layers(vllm_config: VllmConfig) -> bool:
+    """Whether a KV connector may do something when a layer calls it, as one of the user's own may."""
+    config = vllm_config.kv_transfer_config
+    if not has_kv_connector(vllm_config):
+        return False
+    return (
+        config.kv_connector not in CONNECTORS_OUTSIDE_OF_LAYERS
+        or bool(config.kv_connector_module_path)
+        # LMCache's, of queries.
+        or bool(config.get_from_extra_config("lmcache.mp.transfer_intermediate_tensors", False))
+    )
+
+
 def has_kv_events(vllm_config: VllmConfig) -> bool:
     """Whether vLLM publishes KV cache events."""
     config = vllm_config.kv_events_config

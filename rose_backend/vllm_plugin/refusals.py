@@ -14,11 +14,7 @@ SPECULATIVE_METHODS = (
     *("draft_model", "eagle", "eagle3", "mtp"),
 )
 
-KV_CONNECTORS = (
-    *("ExampleConnector", "OffloadingConnector", "LMCacheMPConnector"),
-    # The first is vLLM's other name for the second.
-    *("NixlConnector", "NixlPullConnector"),
-)
+KV_CONNECTORS = ("ExampleConnector", *options.CONNECTORS_OUTSIDE_OF_LAYERS)
 """Those that neither touch the block pool nor need what was not tried."""
 
 

@@ -30,10 +30,9 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -60,7 +59,7 @@ from rose_backend.vllm_plugin.captured_processors import (
     ReportRecord,
     why_graphs_do_not_report,
 )
-from rose_backend.vllm_plugin.options import first_reason, rose_options
+from rose_backend.vllm_plugin.options import first_reason, has_connector_in_layers, rose_options
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 
@@ -72,6 +71,8 @@ _FIELDS_OF_STEADY_STEPS = (
     *("finished_req_ids", "preempted_req_ids"),
     # Grammar masks arrive in sample_tokens, after the layers have been launched.
     *("has_structured_output_requests", "pending_structured_output_tokens"),
+    # Handed to the KV connector.
+    "kv_connector_metadata",
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
@@ -102,7 +103,7 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         "microbatches": runner.ubatch_runner is not None,
         "pooling": runner.is_pooling_model,
         "multimodal inputs": runner.uses_inputs_embeds or runner.encoder_cache is not None,
-        "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
+        "a KV connector that works layer by layer": has_connector_in_layers(config),
         "an encoder cache connector": runner.ec_connector is not NO_OP_EC_CONNECTOR,
         "outputs for a connector": runner.aux_output_connector is not None,
         "expert load balancing": config.parallel_config.enable_eplb or runner.check_ep_fault,
@@ -252,21 +253,25 @@ class ReplayedOutput(AsyncModelRunnerOutput):
 
     def __init__(self, buffers: OutputBuffers, step: int, batch: ReplayedBatch) -> None:
         self._buffers, self._step, self._batch = buffers, step, batch
+        self.kv_connector_output: KVConnectorOutput | None = None
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, and return its tokens."""
         batch = self._batch
         tokens, record = self._buffers.read(self._step, batch)
         output = ModelRunnerOutput(
-            req_ids=batch.request_ids, req_id_to_index=batch.index_of, sampled_token_ids=tokens
+            req_ids=batch.request_ids,
+            req_id_to_index=batch.index_of,
+            sampled_token_ids=tokens,
+            kv_connector_output=self.kv_connector_output,
         )
         if record is not None and batch.num_logprobs is not None:
             output.logprobs = ReportRecord.read(record, batch.num_logprobs)
         return output
 
-    def get_kv_connector_output(self) -> None:
-        """Return None: steps with a KV connector are vLLM's. Asked for from vLLM 0.33 on."""
-        return
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Return what the KV connector has reported; vLLM asks from 0.33 on, if ``get_output`` has failed."""
+        return self.kv_connector_output
 
 
 End = tuple[str, int]
@@ -359,6 +364,7 @@ class StepGraphs:
         # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
         self._waiting: ReplayedBatch | None = None
         self._pending: ReplayedOutput | None = None
+        self._finished_req_ids: set[str] = set()
         self._padded_rows = 0
         self._padded_last_rows = 0
         self._names_of_weights = [name for name, _ in runner.model.lm_head.named_parameters(recurse=False)]
@@ -422,6 +428,7 @@ class StepGraphs:
             STEPS.count_vllm(batch)
             self._armed = None
             return False
+        self._finished_req_ids = output.finished_req_ids
         if output.has_structured_output_requests:
             self._waiting = batch
             return True
@@ -444,7 +451,8 @@ class StepGraphs:
         if batch is None:
             return self._run_mixed_layers(output)
         if not isinstance(batch, str):
-            self._replay_layers(batch)
+            self._begins.run(batch.desc.num_tokens)
+            self._run_graph_of_layers(batch.desc, batch.desc.num_tokens, output)
         return batch
 
     def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str | None:
@@ -539,7 +547,7 @@ class StepGraphs:
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
         self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
-        self._run_graph_of_layers(desc, num_rows)
+        self._run_graph_of_layers(desc, num_rows, output)
         return batch
 
     def _describe(self, output: SchedulerOutput) -> MixedStep:
@@ -656,6 +664,9 @@ class StepGraphs:
         elif self._pending is not None and grammar_output is not None:
             raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
         output, self._pending = self._pending, None
+        if output is not None:
+            # Behind all that the step has launched, as in vLLM: it starts loads, submits stores and asks what is done.
+            output.kv_connector_output = self._runner.kv_connector.post_forward(self._finished_req_ids)
         return output
 
     def note_vllm_step(self) -> None:
@@ -727,17 +738,15 @@ class StepGraphs:
         writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
 
-    def _replay_layers(self, batch: ReplayedBatch) -> None:
-        num_rows = batch.desc.num_tokens
-        self._begins.run(num_rows)
-        self._run_graph_of_layers(batch.desc, num_rows)
-
-    def _run_graph_of_layers(self, desc: Any, num_rows: int) -> None:
-        tables = self._runner.block_tables
+    def _run_graph_of_layers(self, desc: Any, num_rows: int, output: SchedulerOutput) -> None:
+        tables, connector = self._runner.block_tables, self._runner.kv_connector
         if hasattr(tables, "_num_dirty_rows"):
             # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
             tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
+        # Without vLLM's input batch, which connectors outside of layers do not read.
+        connector.pre_forward(output)
         self._manager.run_fullgraph(desc)
+        connector.finish_forward()
 
     def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
         has_report = batch.num_logprobs is not None

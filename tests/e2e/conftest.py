@@ -119,3 +119,19 @@ def steps_in_python(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(RoseAttentionImpl, "forward", record)
     return calls
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the metadata of each step in which Rose's layers may let attention rotate and overlap."""
+    from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
+
+    made: list[Any] = []
+    plan = RoseAttentionImpl.plan_decode
+
+    def record(self: Any, layer: Any, kv_cache: Any, attn_metadata: Any) -> None:
+        made.append(attn_metadata)
+        plan(self, layer, kv_cache, attn_metadata)
+
+    monkeypatch.setattr(RoseAttentionImpl, "plan_decode", record)
+    return made

@@ -24,6 +24,7 @@ from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
+from tests.support.half_precision import judge
 from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
@@ -31,7 +32,9 @@ from tests.support.vllm_engines import (
     count_preemptions,
     generate,
     has_roses_layers,
+    lose_loads,
     manager_of,
+    metrics_of,
     needs_two_gpus,
     scheduler_of,
 )
@@ -602,6 +605,39 @@ def test_requests_with_grammars_say_the_same_to_the_bit(
             # The prompt's last bytes may be no whole character yet.
             assert output.outputs[0].text.endswith(("yes", "no"))
     assert answers[1] == answers[0] and answers[2] == answers[0]
+
+
+@pytest.mark.parametrize("loads", ["vLLM's", "some fail"])
+def test_offloaded_blocks_come_back_in_replayed_steps(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, monkeypatch: pytest.MonkeyPatch, loads: str
+) -> None:
+    prompts = parity_prompts(VOCAB_SIZE)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    options, reports = ({"kv_offloading_size": 1.0}, None) if loads == "vLLM's" else lose_loads(monkeypatch)
+    answers = []
+    STEPS.vllm.clear()
+    # Few blocks: requests are preempted, and what they had is loaded again.
+    options |= {"dtype": "float32", "num_gpu_blocks_override": 200, "disable_log_stats": False}
+    with make_replaying("Qwen3", **options) as llm:
+        assert has_roses_layers(llm)
+        for wanted in (is_never, lambda _: True, is_random(1)):
+            replay_when(wanted)
+            # What was offloaded stays.
+            assert llm.reset_prefix_cache()
+            num_replayed, num_hits = STEPS.rose, metrics_of(llm)["vllm:external_prefix_cache_hits"]
+            answers.append([output.outputs[0].token_ids for output in generate(llm, prompts, params)])
+            assert (STEPS.rose - num_replayed > 40) == (wanted is not is_never), STEPS
+            if len(answers) > 1:
+                assert metrics_of(llm)["vllm:external_prefix_cache_hits"] - num_hits > 1000
+        manager_of(llm).check_integrity()
+        path = llm.llm_engine.vllm_config.model_config.model
+    assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR and (reports is None or len(reports) > 20)
+    # When a load is done varies, and so does which rows are computed together: close tokens may change places.
+    judged = judge(path, prompts, answers[0])
+    clear = [index for index, output in enumerate(judged) if output.leads.min() > 1e-3]
+    assert len(clear) > len(prompts) // 2
+    for other in answers[1:]:
+        assert [index for index in clear if other[index] != answers[0][index]] == []
 
 
 def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:

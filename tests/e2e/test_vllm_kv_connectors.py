@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import mixed_prompts
+from tests.support.llama_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
     SAFE_LEAD,
@@ -21,56 +20,43 @@ from tests.support.reference_generation import (
     tie_free_case,
 )
 from tests.support.stepped_engine import overlap_steps_on_cpu
-from tests.support.vllm_engines import assert_greedy, files_below, generate, manager_of, metrics_of
+from tests.support.vllm_engines import (
+    HostCopies,
+    assert_greedy,
+    files_below,
+    first,
+    generate,
+    lose_loads,
+    manager_of,
+    metrics_of,
+)
 
 BLOCK_SIZE = 16
 
 
-class HostCopies(OffloadingWorker):
-    """Copies blocks at once, in place of vLLM's worker, which needs streams of a GPU."""
-
-    def __init__(self, kv_caches: Any) -> None:
-        self._caches: list[torch.Tensor] = [each.tensor for each in kv_caches.tensors]
-        self._kept: dict[int, list[torch.Tensor]] = {}
-        self._done: list[TransferResult] = []
-        self.num_stored = self.num_loaded = 0
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self.num_stored += len(src_spec.block_ids)
-        for block, place in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
-            self._kept[place] = [cache[block].clone() for cache in self._caches]
-        return self._finish(job_id)
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self.num_loaded += len(dst_spec.block_ids)
-        for place, block in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
-            for cache, kept in zip(self._caches, self._kept[place], strict=True):
-                cache[block] = kept
-        return self._finish(job_id)
-
-    def _finish(self, job_id: int) -> bool:
-        self._done.append(TransferResult(job_id, success=True))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        done, self._done = self._done, []
-        return done
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
-
-
-@pytest.mark.parametrize("steps", ["awaited", "overlapped"])
+@pytest.mark.parametrize(
+    ("model", "steps"), [("GPT-2", "awaited"), ("GPT-2", "overlapped"), ("Qwen3", "overlapped")]
+)
 def test_offloaded_blocks_come_back(
-    make_engine: MakeEngine, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str
+    make_engine: MakeEngine,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plans: list[Any],
+    model: str,
+    steps: str,
 ) -> None:
     if steps == "overlapped":
         overlap_steps_on_cpu(monkeypatch)
     monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, kv_caches: HostCopies(kv_caches))
     # With prompts of whole blocks, of which everything is offloaded: their last token is computed again.
-    prompts, reference = tie_free_case(tiny_model_path, vocab_size=2559)
+    if model == "GPT-2":
+        path, vocab_size = tiny_model_path, 2559
+    else:
+        path, vocab_size = write_checkpoint(tmp_path, "qwen3", hidden_size=128), VOCAB_SIZE
+    prompts, reference = tie_free_case(path, vocab_size=vocab_size)
     # Requests are preempted: what they had is loaded again.
-    options = {"max_num_batched_tokens": 500, "num_gpu_blocks_override": 200}
+    options = {"model": str(path), "max_num_batched_tokens": 500, "num_gpu_blocks_override": 200}
     with make_engine(kv_offloading_size=1.0, disable_log_stats=False, **options) as llm:
         for _ in range(3):
             assert_greedy(generate(llm, prompts), reference)
@@ -78,6 +64,21 @@ def test_offloaded_blocks_come_back(
         hits = metrics_of(llm)
         assert hits["vllm:external_prefix_cache_hits"] > 1000
         manager_of(llm).check_integrity()
+    assert plans or model != "Qwen3"
+
+
+def test_loads_that_fail_are_computed(
+    make_engine: MakeEngine, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap_steps_on_cpu(monkeypatch)
+    prompts, reference = first(32, tie_free_case(tiny_model_path, vocab_size=2559))
+    options, reports = lose_loads(monkeypatch)
+    with make_engine(max_num_batched_tokens=500, num_gpu_blocks_override=150, **options) as llm:
+        for _ in range(2):
+            assert_greedy(generate(llm, prompts), reference)
+            assert llm.reset_prefix_cache()
+        manager_of(llm).check_integrity()
+    assert len(reports) > 3
 
 
 def test_as_many_blocks_move_as_behind_vllms_own_block_manager(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, Prompts
 
@@ -90,6 +94,73 @@ def files_below(path: Path, role: str = "kv_both") -> KVTransferConfig:
     """Return the configuration of ``ExampleConnector``, which keeps K/V in files."""
     extra = {"shared_storage_path": str(path)}
     return KVTransferConfig(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=extra)
+
+
+class HostCopies(OffloadingWorker):
+    """Copies offloaded blocks at once, in place of vLLM's worker, which needs streams of a GPU."""
+
+    def __init__(self, kv_caches: Any) -> None:
+        self._caches: list[torch.Tensor] = [each.tensor for each in kv_caches.tensors]
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._done: list[TransferResult] = []
+        self.num_stored = self.num_loaded = 0
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.num_stored += len(src_spec.block_ids)
+        for block, place in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
+            self._kept[place] = [cache[block].clone() for cache in self._caches]
+        return self._finish(job_id)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.num_loaded += len(dst_spec.block_ids)
+        for place, block in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
+            for cache, kept in zip(self._caches, self._kept[place], strict=True):
+                cache[block] = kept
+        return self._finish(job_id)
+
+    def _finish(self, job_id: int) -> bool:
+        self._done.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way."""
+
+
+def lose_loads(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[set[int]]]:
+    """Let every third load of an engine bring garbage, and fail.
+
+    vLLM's offloading reports no failures; connectors that do report them as here.
+
+    Returns:
+        The engine's options, and the blocks of each report.
+    """
+    lost: set[int] = set()
+    reports: list[set[int]] = []
+    loads = count(1)
+
+    class LosingCopies(HostCopies):
+        def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+            is_done = super().submit_load(job_id, src_spec, dst_spec)
+            if next(loads) % 3 == 0:
+                for cache in self._caches:
+                    cache[dst_spec.block_ids] = 66
+                lost.update(dst_spec.block_ids.tolist())
+            return is_done
+
+    def take_lost(_: Any) -> set[int]:
+        taken = set(lost)
+        lost.clear()
+        reports.extend([taken] * bool(taken))
+        return taken
+
+    monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, kv_caches: LosingCopies(kv_caches))
+    monkeypatch.setattr(OffloadingConnector, "get_block_ids_with_load_errors", take_lost)
+    transfer = KVTransferConfig(kv_load_failure_policy="recompute")
+    return {"kv_transfer_config": transfer, "kv_offloading_size": 1.0}, reports
 
 
 def draft_counts(llm: Any) -> tuple[int, int]:

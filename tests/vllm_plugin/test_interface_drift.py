@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -28,6 +29,7 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector import v1 as kv_connectors
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -54,6 +56,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.kv_connector import KVConnector
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
@@ -421,6 +424,47 @@ def test_steps_with_prompts_are_described_as_vllm_describes_them() -> None:
     assert "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np" in source
     source = inspect.getsource(PromptLogprobsWorker.__init__)
     assert all(f"self.{name}" in source for name in ("uses_prompt_logprobs = ", "token_id_scores: dict"))
+
+
+def test_connectors_are_called_in_the_order_of_replayed_steps() -> None:
+    """See ``StepGraphs._run_graph_of_layers`` and ``take_output``; vLLM finalizes later only beside a drafter."""
+    hooks = {name for name in vars(KVConnector) if not name.startswith("_")}
+    assert hooks - {"finalize_step"} == {
+        *(
+            "pre_forward",
+            "finish_forward",
+            "post_forward",
+            "no_forward",
+            "set_disabled",
+            "reset_capture_state",
+        ),
+    }
+    runner = model_runner.GPUModelRunner
+    for method, calls in (
+        (runner.execute_model, ("prepare_inputs(", "pre_forward(", "run_fullgraph(", "finish_forward(")),
+        # The first is of pipeline stages before the last one.
+        (runner.sample_tokens, ("post_forward(", "self.sample(", "AsyncOutput(", "post_forward(")),
+    ):
+        source, end = inspect.getsource(method), 0
+        for call in calls:
+            end = source.index(call, end) + len(call)
+    assert source[end:].split()[0].startswith("finished_req_ids")
+    assert "finalize_step" not in hooks or "defer_kv_finalize = self.speculator is not None" in source
+
+
+@pytest.mark.parametrize("name", ["offloading_connector", "nixl/connector", "lmcache_mp_connector"])
+def test_connectors_outside_of_layers_do_nothing_in_them(name: str) -> None:
+    """Not imported: LMCache's package may be missing."""
+    source = (Path(kv_connectors.__file__).parent / f"{name}.py").read_text()
+    methods = {each.name: each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef)}
+    assert not {"requires_piecewise_for_cudagraph", "finish_forward", "reset_capture_state"} & set(methods)
+    for method in ("wait_for_layer_load", "save_kv_layer"):
+        # But for a docstring.
+        assert all(isinstance(each, ast.Pass | ast.Return | ast.Expr) for each in methods[method].body)
+        assert not any(isinstance(each, ast.Call) for part in methods[method].body for each in ast.walk(part))
+    loads = [each for each in ast.walk(ast.parse(source)) if getattr(each, "name", "") == "start_load_kv"]
+    names = {each.id for load in loads for each in ast.walk(load) if isinstance(each, ast.Name)}
+    assert loads and not {"kwargs", "forward_context"} & names
 
 
 def test_every_kind_of_request_is_known() -> None:

@@ -35,7 +35,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig, connector
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
@@ -115,6 +115,14 @@ def test_other_layers_are_recorded(
     make_config: MakeConfig, layer: dict[str, Any], options: dict[str, Any], names: set[str]
 ) -> None:
     assert ATTENTION_KERNELS | names <= set(record(make_config, layer, **options))
+
+
+@pytest.mark.parametrize(("name", "appends"), [("OffloadingConnector", True), ("ExampleConnector", False)])
+def test_layers_beside_a_connector_are_recorded_as_they_run(
+    make_config: MakeConfig, name: str, appends: bool
+) -> None:
+    config = make_config(**connector(name))
+    assert RecordedAttention(config, make_layer(config)).appends is appends
 
 
 def test_parts_that_are_off_are_left_out(make_config: MakeConfig) -> None:

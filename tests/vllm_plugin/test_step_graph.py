@@ -14,11 +14,15 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.compilation import cudagraph_pool
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.forward_context import get_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.utils import AttentionGroup
@@ -29,6 +33,7 @@ from rose_backend.vllm_plugin import step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
+from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import (
@@ -43,6 +48,7 @@ from rose_backend.vllm_plugin.step_graph import (
 )
 from tests.support.decode_steps import BLOCK_SIZES, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
+from tests.support.vllm_plugin.configs import connector
 from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
@@ -90,7 +96,7 @@ def test_requests_come_and_go(
         if choose.random() < share_own:
             # As after a step that ``launch`` leaves to vLLM.
             steps._armed = None
-            got, num_own = runner.own_step(requests.step()), num_own + 1
+            (got, _), num_own = runner.own_step(requests.step()), num_own + 1
         else:
             got = run(steps, requests.step())
         assert got == requests.expect()
@@ -492,6 +498,118 @@ def test_masks_come_for_steps_that_wait_for_them() -> None:
         steps.take_output(grammar_of({"request 7": [1]}))
 
 
+class Loads:
+    """The worker's side of a KV connector: notes its calls among the step's products, and reports by chance."""
+
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.calls: list[Any] = []
+        self._choose = random.Random(seed)
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", self)
+        runner.kv_connector = ActiveKVConnector(VllmConfig(), {})
+        for owner, name in ((runner.cudagraph_manager, "run_fullgraph"), (runner.model, "compute_logits")):
+            setattr(owner, name, self._noting(name, getattr(owner, name)))
+
+    def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            self.calls.append(name)
+            return call(*args)
+
+        return noted
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of which only the call matters."""
+        return lambda *args: self.calls.append((name, *args))
+
+    def start_load_kv(self, context: Any, **_: Any) -> None:
+        assert context is get_forward_context()
+        self.calls.append("start_load_kv")
+
+    def get_transfer_results(self, finished: set[str]) -> KVConnectorTransferResults:
+        self.calls.append(("get_transfer_results", *sorted(finished)))
+        return KVConnectorTransferResults(*({self._name()} for _ in range(3)))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self.calls.append("get_block_ids_with_load_errors")
+        return {each for each in range(9) if self._choose.random() < 0.1}
+
+    def build_connector_worker_meta(self) -> str:
+        self.calls.append("build_connector_worker_meta")
+        return self._name()
+
+    def _name(self) -> str:
+        return f"request {self._choose.randrange(1000)}"
+
+
+def run_with_loads(
+    monkeypatch: pytest.MonkeyPatch, share_own: float, seed: int
+) -> tuple[list[Any], list[tuple[list[int], KVConnectorOutput]], list[bool]]:
+    """Return the calls of a KV connector, the tokens and reports of each step, and which steps were replayed."""
+    runner, choose, choose_own = SamplingRunner(), random.Random(seed), random.Random(seed)
+    loads = Loads(runner, monkeypatch, seed)
+    steps, requests = StepGraphs(runner), Requests(runner)
+    results: list[Any] = []
+    is_replayed: list[bool] = []
+    for index in range(150):
+        requests.come_and_go(choose)
+        if index == 70:
+            for request_id in list(requests.tokens):
+                requests.end(request_id)
+        output = requests.step()
+        output.kv_connector_metadata = f"metadata {index}"  # type: ignore[assignment]
+        output.has_sync_kv_loads = choose.random() < 0.1
+        output.has_structured_output_requests = choose.random() < 0.2
+        expected = requests.expect()
+        if choose_own.random() < share_own or not steps.launch(output):
+            steps._armed = None
+            tokens, reported = runner.own_step(output)
+            is_replayed.append(False)
+        else:
+            launched = steps.take_output(None)
+            assert launched is not None
+            told = launched.get_output()
+            assert launched.get_kv_connector_output() is told.kv_connector_output
+            tokens, reported = [token for (token,) in told.sampled_token_ids], told.kv_connector_output
+            is_replayed.append(True)
+        assert tokens == expected
+        results.append((tokens, reported))
+    return loads.calls, results, is_replayed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_connector_is_called_as_in_vllms_own_steps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Beside steps without tokens, loads before the layers, and loads that fail."""
+    sync, empty = STEPS.vllm.get("has_sync_kv_loads", 0), STEPS.vllm.get("no tokens", 0)
+    calls, results, _ = run_with_loads(monkeypatch, 1.0, seed)
+    assert any(reported.invalid_block_ids for _, reported in results)
+    for share_own in (0.0, 0.5):
+        found_calls, found, is_replayed = run_with_loads(monkeypatch, share_own, seed)
+        assert found_calls == calls and found == results
+        assert 30 < is_replayed.count(True) < len(results)
+    assert STEPS.vllm["has_sync_kv_loads"] > sync and STEPS.vllm["no tokens"] > empty
+
+
+def test_steps_with_prompts_call_a_connector_as_decodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SamplingRunner()
+    loads = Loads(runner, monkeypatch, 0)
+    steps, requests = StepGraphs(runner), Requests(runner)
+    requests.add(3)
+    requests.add(3)
+    requests.end("request 1")
+    traces = []
+    for counts in ({}, {requests.arrive(9, 4): 2}):
+        loads.calls.clear()
+        output = requests.mixed_step(counts)
+        output.kv_connector_metadata = "metadata"  # type: ignore[assignment]
+        assert has_prompts(output) == bool(counts) and steps.launch(output)
+        told = steps.take_output(None)
+        assert told is not None and told.get_output().kv_connector_output.finished_sending
+        requests.expect_mixed(output)
+        traces.append([*loads.calls])
+    decodes, prompts = traces
+    assert ("get_transfer_results", "request 1") in decodes and decodes.index("run_fullgraph") == 2
+    assert prompts == [("get_transfer_results",) if "request 1" in each else each for each in decodes]
+
+
 def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
     steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
@@ -733,9 +851,9 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(enable_eplb=False),
             observability_config=SimpleNamespace(cudagraph_metrics=False),
+            kv_transfer_config=None,
         ),
         dp_size=1,
-        kv_connector=NO_OP_KV_CONNECTOR,
         ec_connector=NO_OP_EC_CONNECTOR,
         model=SimpleNamespace(lm_head=object()),
         attn_groups=list(groups),
@@ -790,6 +908,28 @@ def test_other_groups_are_vllms_and_the_reason_is_told(case: str) -> None:
     make_change, reason = CHANGES[case]
     runner = make_runner([make_group(FULL)], [make_group(WINDOW)])
     make_change(runner)
+    assert why_engine_is_not_replayed(runner) == reason
+
+
+QUERIES = {"lmcache.mp.transfer_intermediate_tensors": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_replayed"),
+    [
+        *((connector(name), True) for name in CONNECTORS_OUTSIDE_OF_LAYERS),
+        (connector("ExampleConnector"), False),
+        (connector("LMCacheMPConnector", QUERIES), False),
+        (connector("OffloadingConnector", kv_connector_module_path="my_module"), False),
+    ],
+    ids=str,
+)
+def test_engines_with_a_connector_outside_of_layers_are_replayed(
+    options: dict[str, Any], is_replayed: bool
+) -> None:
+    runner = make_runner([make_group(FULL)])
+    runner.vllm_config.kv_transfer_config = options["kv_transfer_config"]
+    reason = None if is_replayed else "a KV connector that works layer by layer"
     assert why_engine_is_not_replayed(runner) == reason
 
 

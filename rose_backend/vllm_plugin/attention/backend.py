@@ -155,6 +155,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.workspace = _workspaces.setdefault(id(vllm_config), Workspace())
         """Of the engine: all its layers launch on one stream, in turn."""
         self.appends_in_attention = options.appends_in_attention(vllm_config)
+        self.has_connector_in_layers = options.has_connector_in_layers(vllm_config)
         if options.uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
             apply_patch("windowed_layer_spec")

@@ -17,7 +17,12 @@ from vllm.platforms import current_platform
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
-from rose_backend.vllm_plugin.options import first_reason, has_kv_connector, is_rose_selected, rose_options
+from rose_backend.vllm_plugin.options import (
+    first_reason,
+    has_connector_in_layers,
+    is_rose_selected,
+    rose_options,
+)
 
 MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
 """Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
@@ -25,9 +30,6 @@ proportional. In longer steps the device is busy while the CPU launches."""
 
 _SIZES_PER_DOUBLING = 8
 """Graph sizes above vLLM's own, which end at 512 tokens. At most an eighth of a step is padding."""
-
-_CONNECTORS_OUTSIDE_OF_LAYERS = ("OffloadingConnector", "NixlConnector", "LMCacheMPConnector")
-"""KV connectors that do nothing when a layer calls them: they load before a step and store after it."""
 
 
 def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
@@ -53,13 +55,13 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
 
 def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:
     """Return what Python, which no replayed graph calls, may have to do in steps with prompts; None if nothing."""
-    model_config, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    model_config = vllm_config.model_config
     if model_config is None:
         return "no model"
     unaudited = find_unaudited(model_config)
     if unaudited is not None:
         return f"{unaudited} is not among the audited models"
-    if has_kv_connector(vllm_config) and transfer.kv_connector not in _CONNECTORS_OUTSIDE_OF_LAYERS:
+    if has_connector_in_layers(vllm_config):
         return "a KV connector that works layer by layer"
     return None
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
-from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -206,8 +205,9 @@ class ModuleAttention:
         self._out = out
         # A profiling run has no metadata.
         self.decodes_only = metadata is not None and metadata.decodes_only
+        layer = modules[0].impl
         # A KV connector may have its own work before a layer's attention.
-        self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
+        self.appends = layer.appends_in_attention and not layer.has_connector_in_layers
         self.last_tokens = None
         if self.decodes_only and self.appends:
             # Layers of one group and window share a plan.

@@ -139,7 +139,7 @@ class RecordedAttention:
         self._cache = torch.empty(shape, dtype=dtype, device=_META)
         scale = torch.empty((), dtype=torch.float32, device=_META)
         self._module = SimpleNamespace(_k_scale=scale, _v_scale=scale)
-        self.appends = bool(layer.appends_in_attention)
+        self.appends = layer.appends_in_attention and not layer.has_connector_in_layers
 
     @property
     def decodes_only(self) -> bool:

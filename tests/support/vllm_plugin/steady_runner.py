@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
 SIZES = (1, 2, 4, 8)
@@ -160,6 +161,7 @@ class Runner:
         self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
         self.products: list[int] = []
         self.execute_model_state: Any = None
+        self.kv_connector: Any = NO_OP_KV_CONNECTOR
         self.cudagraph_manager = Manager(self)
 
     def _logprobs_dims(self, slots: Any) -> Any:
@@ -224,12 +226,18 @@ class Runner:
                 slot = self.req_states.req_id_to_index[request_id]
                 self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
 
-    def own_step(self, output: SchedulerOutput) -> list[int]:
-        """Run a step of decodes as vLLM does, from its own counts of blocks; return the tokens."""
+    def own_step(self, output: SchedulerOutput) -> tuple[list[int], Any]:
+        """Run a step of decodes as vLLM does, from its own counts of blocks.
+
+        Returns:
+            The tokens, and what the KV connector reports.
+        """
         self.finish_requests(output)
         self.update_requests(output)
         self.block_tables.apply_staged_writes()
         ids = output.scheduled_cached_reqs.req_ids
+        if not ids:
+            return [], self.kv_connector.no_forward(output).kv_connector_output
         slots = [self.req_states.req_id_to_index[each] for each in ids]
         desc = self.cudagraph_manager.dispatch(len(ids), len(ids), 1)
         states, inputs, rows = self.req_states, self.input_buffers, len(ids)
@@ -238,15 +246,17 @@ class Runner:
         inputs.positions[:rows] = computed
         for index, (block_size, _, _) in enumerate(self.groups):
             self._prepare_group(index, block_size, slots, desc.num_tokens)
+        batch = SimpleNamespace(idx_mapping=torch.tensor(slots), req_ids=ids, num_tokens=rows)
+        self.kv_connector.pre_forward(output, batch, attn_metadata={})
         self.cudagraph_manager.run_fullgraph(desc)
+        self.kv_connector.finish_forward()
         tokens = self.model.compute_logits(self.cudagraph_manager.hidden_states[:rows]).argmax(-1)
         states.all_token_ids.gpu[slots, states.total_len.gpu[slots].long()] = tokens.int()
         states.last_sampled_tokens[slots, 0] = tokens
         states.total_len.gpu[slots] += 1
         states.num_computed_tokens.gpu[slots] += 1
         self.sampler.penalties_state.output_bin_counts[slots, tokens] += 1
-        result: list[int] = tokens.tolist()
-        return result
+        return tokens.tolist(), self.kv_connector.post_forward(output.finished_req_ids)
 
     def _prepare_group(self, index: int, block_size: int, slots: list[int], num_rows: int) -> None:
         tables, computed = self.block_tables, self.req_states.num_computed_tokens.gpu
