@@ -55,6 +55,10 @@ class CapturedGraphs(Generic[Size]):
             self._graphs[size] = self._capture(size, pool, stream)
         torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Give all graphs back: what is run from now on is computed directly."""
+        self._graphs.clear()
+
     def run(self, size: Size, num_parts: int = 1) -> None:
         """Do the first ``num_parts`` parts of the work for ``size``."""
         graphs = self._graphs.get(size)

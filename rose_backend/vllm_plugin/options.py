@@ -227,7 +227,6 @@ def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
         "drafts": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
-        "sleep mode": model_config is not None and model_config.enable_sleep_mode,
     }
     return why_no_graphs(vllm_config) or first_reason(reasons)
 

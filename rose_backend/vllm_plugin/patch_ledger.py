@@ -157,6 +157,18 @@ LEDGER: dict[str, Patch] = {
         remove_when="vLLM replays whole steps with log-probabilities",
         build=f"{_PLUGIN}.captured_processors:wrap_compute_topk_scores",
     ),
+    "step_graph_reload": Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_lora_state",
+        reason="vLLM calls it behind every replacement of weights: graphs may hold the addresses of what was replaced",
+        remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
+        build=f"{_PLUGIN}.graph_addresses:wrap_reset_lora_state",
+    ),
+    "step_graph_wake_up": Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.wake_up",
+        reason="as step_graph_reload, where memory was given back and has been taken again",
+        remove_when="a sleep mode backend promises that memory is where it was",
+        build=f"{_PLUGIN}.graph_addresses:wrap_wake_up",
+    ),
     "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         reason="the API server handles outputs step by step, however many steps are queued; with ROSE selected, queued "

@@ -21,7 +21,7 @@ import torch
 from vllm.config import VllmConfig
 
 from rose_backend.kernels import SamplingTensors, sample
-from rose_backend.kernels.gpu_properties import is_recording
+from rose_backend.kernels.gpu_properties import current_workspace, is_recording
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.vllm_plugin.captured_processors import (
     SAMPLING_PARAMETERS,
@@ -118,20 +118,20 @@ def draw(
     return sample(logits, params).token_ids
 
 
-@functools.cache
-def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [R] values of unused options: float32 zeros and ones, and int32 zeros. They are only read.
+def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the workspace's [R] values of unused options: float32 zeros and ones, and int32 zeros. They are only read.
 
-    They are cached, one set for each power of two, as CUDA graphs hold their addresses.
+    There is one set for each power of two.
 
     Raises:
         RuntimeError: asked for first while a graph is being captured.
     """
-    from rose_backend.kernels.gpu_properties import refuse_first_use_in_capture
 
-    refuse_first_use_in_capture("draw", device)
-    zeros = torch.zeros(num_rows, device=device)
-    return zeros, torch.ones(num_rows, device=device), zeros.to(torch.int32)
+    def make() -> tuple[torch.Tensor, ...]:
+        zeros = torch.zeros(num_rows, device=device)
+        return zeros, torch.ones(num_rows, device=device), zeros.to(torch.int32)
+
+    return current_workspace().tensors("draw", device, num_rows, make)
 
 
 # Model runner V1
@@ -255,14 +255,21 @@ def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
             self.apply_sampling_params = functools.partial(_count_drafts, self, self.apply_sampling_params)
         elif not (kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)):
             if why_vllm_draws(vllm_config) is None and captures_draws(vllm_config):
-                arrays = sampling_arrays(self.sampling_states) | processor_arrays(self)
-                parameters = RequestParameters(arrays, self.req_states.device)
-                graphs = DrawGraphs(parameters, self.sampling_states.vocab_size)
-                graphs.capture()
-                self.sample = ReplayedSampling(self, graphs)
+                self.sample = ReplayedSampling(self, functools.partial(_capture_draws, self))
             copy_parameters_when_they_change(self)
 
     return __init__
+
+
+def _capture_draws(sampler: Any) -> DrawGraphs:
+    # vLLM profiles in inference mode; tensors made there could be written to in inference mode alone.
+    with torch.inference_mode(False):
+        arrays = sampling_arrays(sampler.sampling_states) | processor_arrays(sampler)
+        graphs = DrawGraphs(
+            RequestParameters(arrays, sampler.req_states.device), sampler.sampling_states.vocab_size
+        )
+        graphs.capture()
+    return graphs
 
 
 def _count_drafts(
@@ -379,24 +386,32 @@ class ReplayedSampling:
 
     Args:
         sampler: vLLM's; its ``add_request`` and those of its processors are wrapped.
-        graphs: with the parameters of its requests.
+        make_graphs: returns graphs with the parameters of its requests.
 
     Attributes:
-        graphs: as given.
         is_changed: by request slot, whether a processor changes its logits (penalties, biases, bad words, thinking
             budgets).
     """
 
-    def __init__(self, sampler: Any, graphs: DrawGraphs) -> None:
+    def __init__(self, sampler: Any, make_graphs: Callable[[], DrawGraphs]) -> None:
         self._sample_as_vllm = sampler.sample
         self._sampler = sampler
-        self.graphs = graphs
+        self._make_graphs = make_graphs
         self._temperatures = sampler.sampling_states.temperature.np
         self.is_changed = np.zeros(len(self._temperatures), bool)
         for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
             processor.add_request = functools.partial(self._add_to_processor, processor.add_request)
         sampler.add_request = functools.partial(self._add_request, sampler.add_request)
         sampler.apply_staged_writes = functools.partial(self._apply_writes, sampler.apply_staged_writes)
+
+    @functools.cached_property
+    def graphs(self) -> DrawGraphs:
+        """Made at their first use, in vLLM's profiling run.
+
+        What is allocated while a model loads is thrown away in a deep sleep, and what a graph captured there has left
+        is given back as soon as the model is loaded.
+        """
+        return self._make_graphs()
 
     def __call__(
         self,
@@ -411,9 +426,10 @@ class ReplayedSampling:
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one token per row, int64 [R], and the logits [R, V] that processed log-probabilities are of."""
+        graphs = self.graphs
         if (
             return_logprobs
-            or not self.graphs.serves(logits)
+            or not graphs.serves(logits)
             or self.is_changed[idx_mapping_np].any()
             or not self._temperatures[idx_mapping_np].any()
         ):
@@ -429,7 +445,7 @@ class ReplayedSampling:
                 return_logprobs,
             )
         SAMPLES.count_rose(len(idx_mapping_np))
-        return self.graphs.draw(logits, expanded_idx_mapping, pos), logits
+        return graphs.draw(logits, expanded_idx_mapping, pos), logits
 
     def _add_request(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
         self.is_changed[req_idx] = False
@@ -451,13 +467,10 @@ class ReplayedSampling:
 
 
 def captures_draws(vllm_config: VllmConfig) -> bool:
-    """Whether this engine's steps are replayed from CUDA graphs, and graphs may be captured while it loads."""
-    model_config = vllm_config.model_config
+    """Whether this engine's draws are replayed from CUDA graphs."""
     return (
         why_no_graphs(vllm_config) is None
-        and model_config is not None
-        # What is allocated while a model loads is thrown away when it sleeps.
-        and not model_config.enable_sleep_mode
+        and vllm_config.model_config is not None
         and rose_options(vllm_config).cuda_graph
     )
 

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.compilation import cudagraph_pool
-from vllm.config import CUDAGraphMode
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -58,6 +59,12 @@ from rose_backend.vllm_plugin.captured_processors import (
     GrammarMasks,
     ReportRecord,
     why_graphs_do_not_report,
+)
+from rose_backend.vllm_plugin.graph_addresses import (
+    GraphAddresses,
+    StaleGraphs,
+    largest_of_ranks,
+    which_graphs_hold,
 )
 from rose_backend.vllm_plugin.options import first_reason, has_connector_in_layers, rose_options
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
@@ -367,14 +374,13 @@ class StepGraphs:
         self._finished_req_ids: set[str] = set()
         self._padded_rows = 0
         self._padded_last_rows = 0
-        self._names_of_weights = [name for name, _ in runner.model.lm_head.named_parameters(recurse=False)]
-        self._weights_at = self._addresses_of_weights()
         self._compute_logits = runner.model.compute_logits
         # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
         runner.model.compute_logits = self._compute_padded_logits
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """Capture prologue and ends of vLLM's decode graphs, captured on ``stream``, and the ends of mixed steps."""
+        self.stream = stream
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
@@ -404,10 +410,20 @@ class StepGraphs:
             num_bytes / (1 << 30),
         )
 
-    def _addresses_of_weights(self) -> tuple[int, ...]:
-        """Return where the head's weights are: the ends hold these addresses, which vLLM's graphs do not."""
-        head = self._runner.model.lm_head
-        return tuple(getattr(head, name).data_ptr() for name in self._names_of_weights)
+    def close(self) -> None:
+        """Give the graphs back, and the model its own product with the head. Outputs may still be read.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the last step.
+        """
+        self._check_nothing_is_pending()
+        self._runner.model.compute_logits = self._compute_logits
+        self._begins.release()
+        self._ends.release()
+
+    def _check_nothing_is_pending(self) -> None:
+        if self._pending is not None or self._waiting is not None:
+            raise IntegrityError("step graph: the step before was never asked for its tokens")
 
     def _all_ends(self) -> list[End]:
         kinds = ("greedy",) if self._replayed is None else ("processed", "greedy", "drawn")
@@ -420,8 +436,7 @@ class StepGraphs:
         Raises:
             IntegrityError: nobody asked for the tokens of the step before.
         """
-        if self._pending is not None or self._waiting is not None:
-            raise IntegrityError("step graph: the step before was never asked for its tokens")
+        self._check_nothing_is_pending()
         run = self._run_mixed_layers if has_prompts(output) else self._run_layers
         batch = why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
         if isinstance(batch, str):
@@ -439,8 +454,6 @@ class StepGraphs:
         return True
 
     def _why_state_is_not_replayed(self, output: SchedulerOutput) -> str | None:
-        if self._addresses_of_weights() != self._weights_at:
-            return "a head whose weights have moved"
         if output.has_structured_output_requests and self._replayed is None:
             return "structured output without Rose's sampler"
         return None
@@ -913,19 +926,71 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
         if is_on and reason is not None and not profile_only:
             logger.info("Rose step graph is off: %s", reason)
         streams: list[torch.cuda.Stream] = []
+        if not profile_only:
+            _drop_steps(manager)
         with (
             _spread_samples(manager) if profile_only else nullcontext(),
             _room_for_logits(self, streams) if reason is None else nullcontext(),
         ):
             num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
         if reason is None and not profile_only:
-            steps = StepGraphs(self)
-            steps.capture(streams[0])
-            # An attribute of the graphs' owner, so that it goes when they do.
-            manager.rose_step_graphs = steps
+            _capture_steps(self, streams[0])
         return num_bytes
 
     return capture_model
+
+
+_MOST_NAMES = 20
+"""That the log gives of what has moved."""
+
+
+def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> StepGraphs:
+    steps = StepGraphs(runner)
+    steps.capture(stream)
+    # Attributes of the graphs' owner, so that they go when it does.
+    manager = runner.cudagraph_manager
+    manager.rose_step_graphs = steps
+    manager.rose_graph_addresses = GraphAddresses(runner)
+    return steps
+
+
+def _drop_steps(manager: Any) -> None:
+    steps = vars(manager).pop("rose_step_graphs", None)
+    if steps is not None:
+        del manager.rose_graph_addresses
+        steps.close()
+
+
+def _steps_of(runner: Any) -> StepGraphs | None:
+    """Return the runner's steps, captured again if something that graphs hold has moved; None if it has none."""
+    manager = runner.cudagraph_manager
+    steps: StepGraphs | None = getattr(manager, "rose_step_graphs", None)
+    if steps is None or not manager.rose_graph_addresses.may_differ:
+        return steps
+    moved = manager.rose_graph_addresses.find_moved()
+    # Ranks capture together.
+    stale = largest_of_ranks(which_graphs_hold(moved))
+    if stale == StaleGraphs.NONE:
+        return steps
+    logger.warning(
+        "Rose step graph: %s captured again, because %d tensors of this rank have moved: %s",
+        "vLLM's graphs and Rose's are" if stale == StaleGraphs.ALL else "Rose's graphs are",
+        len(moved),
+        ", ".join([*moved[:_MOST_NAMES], *["..."] * (len(moved) > _MOST_NAMES)]),
+    )
+    torch.accelerator.synchronize()
+    # As at start-up.
+    with torch.inference_mode(False), set_current_vllm_config(runner.vllm_config):
+        if stale == StaleGraphs.ROSES:
+            _drop_steps(manager)
+            return _capture_steps(runner, steps.stream)
+        # vLLM's own layers look their weights up when they are captured. By itself vLLM captures nothing again.
+        if (take_moved_weights := getattr(runner.model, "take_moved_weights", None)) is not None:
+            take_moved_weights()
+        CUDAGraphWrapper.clear_all_graphs()
+        manager.release_graphs()
+        runner.capture_model()
+    return getattr(manager, "rose_step_graphs", None)
 
 
 def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -935,7 +1000,7 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: Any, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        steps = getattr(self.cudagraph_manager, "rose_step_graphs", None)
+        steps = _steps_of(self)
         if (
             steps is not None
             and intermediate_tensors is None

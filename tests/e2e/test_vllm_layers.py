@@ -10,11 +10,12 @@ from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -27,7 +28,7 @@ from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
-from rose_backend.vllm_plugin import pending_kernels
+from rose_backend.vllm_plugin import graph_addresses, pending_kernels
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_model import recorded_layer, recorded_steps
 from tests.e2e.conftest import MakeEngine
@@ -425,3 +426,62 @@ def test_roses_layers_sum_over_ranks(
         for _ in range(2):
             assert_right(model, prompts, complete(llm, prompts))
         manager_of(llm).check_integrity()
+
+
+def test_what_graphs_hold_of_packed_layers_is_listed(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    path = write(tmp_path, "llama-biases", tie_word_embeddings=False)
+    with make_engine(model=str(path)) as llm:
+        runner = runner_of(llm)
+        model, caches = runner.model, runner.kv_caches
+        # What else model runner V2 has, V1 has not.
+        others = dict.fromkeys(graph_addresses._OWNERS)
+        runner = SimpleNamespace(**others | {"device": runner.device, "model": model, "kv_caches": caches})
+        found = graph_addresses.addresses_of(runner)
+        assert graph_addresses.addresses_of(runner) == found
+        workspace = model._attention[0].impl.workspace._tensors.values()
+        tensors = [
+            *model.parameters(),
+            *model.buffers(),
+            *caches,
+            *(each for kept in workspace for each in kept),
+        ]
+        for layer in model._layers:
+            for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
+                tensors += [linear.bias, linear.packed.bias, linear.packed.weight]
+        assert len(tensors) > 40
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            assert any(start <= address < start + num_bytes for start, num_bytes in found.values())
+        assert found["model.lm_head.weight"].address == model.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_tensors_in_the_place_of_weights_are_taken(
+    make_engine: MakeEngine, tmp_path: Path, request: pytest.FixtureRequest, is_packed: bool
+) -> None:
+    old, new = (
+        write(tmp_path / f"{seed}", "llama-biases", seed=seed, tie_word_embeddings=False) for seed in range(2)
+    )
+    # On a CPU vLLM keeps a copy of the head that it multiplies with.
+    weights, head = (
+        load_file(new / "model.safetensors"),
+        load_file(old / "model.safetensors")["lm_head.weight"],
+    )
+    save_file(weights | {"lm_head.weight": head}, new / "model.safetensors", metadata={"format": "pt"})
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    with make_engine(model=str(new)) as llm:
+        loaded = {name: each.detach().clone() for name, each in runner_of(llm).model.named_parameters()}
+    if is_packed:
+        request.getfixturevalue("packed")
+    with make_engine(model=str(old)) as llm:
+        assert_right(old, few, complete(llm, few))
+        model = runner_of(llm).model
+        for name, parameter in model.named_parameters():
+            parameter.data = loaded[name].clone()
+        # The second time nothing is new.
+        for _ in range(2):
+            model.take_moved_weights()
+            assert llm.reset_prefix_cache()
+            assert_right(new, few, complete(llm, few))

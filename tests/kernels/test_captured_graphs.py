@@ -98,3 +98,11 @@ def test_the_least_size_that_is_enough() -> None:
     sizes = (1, 4, 9)
     assert [size_for(sizes, number) for number in (0, 1, 2, 4, 5, 9, 10)] == [1, 1, 4, 4, 9, 9, None]
     assert size_for((), 1) is None
+
+
+def test_graphs_that_were_given_back_are_computed(recorder: Recorder) -> None:
+    recorder.graphs.capture([4])
+    recorder.graphs.release()
+    recorder.log.clear()
+    recorder.graphs.run(4)
+    assert recorder.log == [("computed", "first 4")]

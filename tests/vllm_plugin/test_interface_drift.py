@@ -52,7 +52,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
-from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker import gpu_model_runner, gpu_worker
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -72,6 +72,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.models.rope import RotaryOptions, rotary_table
+from rose_backend.vllm_plugin import graph_addresses
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
     RoseAttentionImpl,
@@ -280,6 +281,23 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
     )
     places = [source.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), dict(zip(parts, places, strict=True))
+
+
+def test_vllm_says_when_weights_were_replaced_and_captures_again_what_was_released() -> None:
+    runner = model_runner.GPUModelRunner
+    for owner, name in ((runner, "reload_weights"), (gpu_worker.Worker, "finish_weight_update")):
+        assert "reset_lora_state()" in inspect.getsource(getattr(owner, name)), name
+    assert list(inspect.signature(runner.reset_lora_state).parameters) == ["self"]
+    assert "tags" in inspect.signature(gpu_worker.Worker.wake_up).parameters
+    for name in graph_addresses._OWNERS:
+        assert f"self.{name}" in inspect.getsource(runner), f"model runner V2 has no {name}"
+    source = inspect.getsource(cudagraph_utils.CudaGraphManager.release_graphs)
+    assert "self.graphs.clear()" in source
+    # What is allocated while a model loads is lost in a deep sleep, unlike what is allocated while vLLM profiles.
+    source = inspect.getsource(gpu_worker.Worker.load_model)
+    assert '_maybe_get_memory_pool_context(tag="weights")' in source
+    assert "_get_memory_pool_context" not in inspect.getsource(gpu_worker.Worker.determine_available_memory)
+    assert "self.sampler(logits, dummy_input_batch)" in inspect.getsource(runner._dummy_sampler_run)
 
 
 def test_blocks_are_copied_in_steps_without_tokens() -> None:
@@ -543,6 +561,7 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
     assert {name for name in vars(decoder.RoseDecoder) if not name.startswith("__")} == {
         "forward",
         "_update_layer",
+        "take_moved_weights",
     }
     assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, UvaBufferPool
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -29,9 +30,15 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.decode_step.ops import end_step, write_block_ids
-from rose_backend.vllm_plugin import step_graph
+from rose_backend.vllm_plugin import graph_addresses, step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.graph_addresses import (
+    StaleGraphs,
+    which_graphs_hold,
+    wrap_reset_lora_state,
+    wrap_wake_up,
+)
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
@@ -610,13 +617,262 @@ def test_steps_with_prompts_call_a_connector_as_decodes_do(monkeypatch: pytest.M
     assert prompts == [("get_transfer_results",) if "request 1" in each else each for each in decodes]
 
 
-def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
-    steps, requests = StepGraphs(runner), Requests(runner)
+MOVABLE = {
+    "model.lm_head.weight": StaleGraphs.ROSES,
+    "model.layer.weight": StaleGraphs.ALL,
+    "model.layer.packed.0": StaleGraphs.ALL,
+    "kv_caches.0": StaleGraphs.ALL,
+    "input_buffers.positions": StaleGraphs.ALL,
+    "block_tables.input_block_tables.0": StaleGraphs.ALL,
+    "block_tables.block_tables.0.gpu": StaleGraphs.ALL,
+    "block_tables.slot_mappings": StaleGraphs.ALL,
+    "attn_groups.0.0.metadata_builders.0.computed_tokens": StaleGraphs.ALL,
+    "cudagraph_manager.hidden_states": StaleGraphs.ALL,
+    "req_states.total_len.gpu": StaleGraphs.ROSES,
+    "req_states.last_sampled_tokens": StaleGraphs.ROSES,
+    "sampler.penalties_state.output_bin_counts": StaleGraphs.ROSES,
+    "sampler.sample.graphs.parameters.num_logprobs": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._slots": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._groups.layout": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._row_inputs._bytes": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._masks._bitmask": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._record.words": StaleGraphs.ROSES,
+}
+"""What graphs hold, one of each kind, and which graphs hold it."""
+
+
+class Layer(torch.nn.Linear):
+    """A layer with a packed form, which is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.packed = (torch.zeros(3),)
+
+
+class CapturedRunner(SamplingRunner):
+    """With steps, behind its own and vLLM's methods as they are patched."""
+
+    vllm_config = SimpleNamespace(additional_config={"rose": {}})
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+        self.model.layer, self.model.take_moved_weights = Layer(), lambda: self.events.append("taken")
+        monkeypatch.setattr(StepGraphs, "capture", self._note_capture)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+        monkeypatch.setattr(step_graph, "set_current_vllm_config", lambda _: nullcontext())
+        monkeypatch.setattr(step_graph, "largest_of_ranks", lambda stale: max(stale, self.elsewhere))
+        monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: None)
+        monkeypatch.setattr(step_graph, "_room_for_logits", self._give_stream)
+        addresses_of = graph_addresses.addresses_of
+        self.num_comparisons = -1
+        self.elsewhere = StaleGraphs.NONE
+
+        def counted(runner: Any) -> Any:
+            self.num_comparisons += 1
+            return addresses_of(runner)
+
+        monkeypatch.setattr(graph_addresses, "addresses_of", counted)
+        self.execute = step_graph.wrap_execute_model(lambda self, *args: self.events.append("vLLM's step"))
+        self.take = step_graph.wrap_sample_tokens(lambda self, grammar: None)
+        self.own_logits = self.model.compute_logits
+        step_graph._capture_steps(self, "stream")  # type: ignore[arg-type]
+        self.events.clear()
+
+    def _note_capture(self, stream: Any) -> None:
+        # The method of a class: the steps are those that have just replaced the product with the head.
+        steps = self.model.compute_logits.__self__
+        steps.stream = stream
+        self.events.append(("Rose's", stream))
+
+    @contextmanager
+    def _give_stream(self, _: Any, streams: list[Any]) -> Iterator[None]:
+        yield
+        streams.append("another stream")
+
+    def capture_model(self) -> None:
+        step_graph.wrap_capture_model(lambda self, profile_only: self.events.append("vLLM's"))(self)
+
+    def replace(self, path: str) -> None:
+        """Put a copy in the place of a tensor."""
+        owner, (*parents, last) = self, path.split(".")
+        for name in parents:
+            owner = owner[int(name)] if name.isdigit() else getattr(owner, name)
+        if isinstance(owner, tuple):
+            self.model.layer.packed = tuple(each.clone() for each in owner)
+        elif isinstance(owner, dict):
+            owner[last] = owner[last].clone()
+        elif isinstance(owner, list):
+            owner[int(last)] = owner[int(last)].clone()
+        elif isinstance(owner, torch.nn.Module):
+            setattr(owner, last, torch.nn.Parameter(getattr(owner, last).detach().clone()))
+        else:
+            setattr(owner, last, getattr(owner, last).clone())
+
+    def run(self, output: SchedulerOutput) -> list[int]:
+        assert self.execute(self, output) is None
+        told = self.take(self, None).get_output()
+        return [token for (token,) in told.sampled_token_ids]
+
+
+@pytest.mark.parametrize("path", MOVABLE)
+def test_what_has_moved_is_told_by_name(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    runner = CapturedRunner(monkeypatch)
+    addresses = runner.cudagraph_manager.rose_graph_addresses
+    assert addresses.find_moved() == []
+    runner.replace(path)
+    moved = addresses.find_moved()
+    assert moved == [path] and which_graphs_hold(moved) == MOVABLE[path]
+
+
+def test_every_tensor_that_steps_and_graphs_of_layers_use_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+    found = graph_addresses.addresses_of(runner).values()
+    steps = runner.cudagraph_manager.rose_step_graphs
+    used = [
+        *(
+            getattr(owner, each.name)
+            for owner in (steps._state, steps._inputs, *steps._groups.groups)
+            for each in fields(owner)
+        ),
+        *steps._row_inputs.tensors.values(),
+        *runner.model.lm_head.parameters(),
+        *(steps._slots, steps._tokens, steps._last_hidden, steps._groups.layout),
+    ]
+    addresses = [each.data_ptr() for each in used if isinstance(each, torch.Tensor)]
+    assert len(addresses) > 20
+    for address in addresses:
+        assert any(start <= address < start + num_bytes for start, num_bytes in found)
+
+
+def test_memory_reaches_to_the_last_element_of_a_view() -> None:
+    runner = CapturedRunner.__new__(CapturedRunner)
+    rows = torch.zeros(4, 10)
+    for name in graph_addresses._OWNERS:
+        setattr(runner, name, None)
+    runner.device, runner.kv_caches = rows.device, [rows[1:, :3], rows[:0]]
+    assert graph_addresses.addresses_of(runner) == {"kv_caches.0": (rows.data_ptr() + 40, 4 * 23)}
+
+
+def test_tensors_that_take_turns_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+    backed, pool = object.__new__(UvaBackedTensor), object.__new__(UvaBufferPool)
+    backed.gpu, pool._curr_buffer = torch.zeros(3), torch.zeros(3)
+    addresses = graph_addresses.addresses_of(runner)
+    runner.req_states.backed, runner.block_tables.pools = backed, [pool]
+    # Nor what is of the requests of one step, or on another device.
+    runner.execute_model_state, runner.req_states.elsewhere = torch.zeros(3), torch.zeros(3, device="meta")
+    assert graph_addresses.addresses_of(runner) == addresses
+
+
+def test_the_log_names_some_of_many(monkeypatch: pytest.MonkeyPatch, rose_log: list[str]) -> None:
+    runner = CapturedRunner(monkeypatch)
+    runner.cudagraph_manager.release_graphs = lambda: None  # type: ignore[attr-defined]
+    runner.cudagraph_manager.rose_graph_addresses._captured |= {
+        f"model.layers.{n}": graph_addresses.Range(0, 1) for n in range(50)
+    }
+    wrap_reset_lora_state(lambda _: None)(runner)
+    assert step_graph._steps_of(runner) is not None
+    (line,) = (line for line in rose_log if "captured again" in line)
+    assert "because 50 tensors of" in line and line.endswith("model.layers.19, ...")
+
+
+@pytest.mark.parametrize("path", [None, *MOVABLE])
+def test_graphs_are_captured_again_once_where_something_has_moved(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str], path: str | None
+) -> None:
+    runner = CapturedRunner(monkeypatch)
+    manager, requests = runner.cudagraph_manager, Requests(runner)
+    manager.release_graphs = lambda: runner.events.append("released")  # type: ignore[attr-defined]
     requests.add(3)
-    assert run(steps, requests.step()) == requests.expect()
-    runner.model.lm_head.weight = torch.nn.Parameter(torch.zeros(1, 1))
-    assert not steps.launch(requests.step())
-    assert STEPS.vllm["a head whose weights have moved"] > 0
+    assert runner.run(requests.step()) == requests.expect()
+    if path is not None:
+        runner.replace(path)
+    before = manager.rose_step_graphs
+    wrap_reset_lora_state(lambda _: runner.events.append("reset"))(runner)
+    # While some memory may still be asleep nothing is looked at.
+    wrap_wake_up(lambda _, tags: runner.events.append(tags))(
+        SimpleNamespace(model_runner=runner), tags=["weights"]
+    )
+    assert runner.events == ["reset", ["weights"]] and runner.num_comparisons == 0
+    for _ in range(4):
+        assert runner.run(requests.step()) == requests.expect()
+    stale = StaleGraphs.NONE if path is None else MOVABLE[path]
+    captured: dict[StaleGraphs, list[Any]] = {
+        StaleGraphs.NONE: [],
+        StaleGraphs.ROSES: [("Rose's", "stream")],
+        StaleGraphs.ALL: ["taken", "released", "vLLM's", ("Rose's", "another stream")],
+    }
+    assert runner.events[2:] == captured[stale]
+    # One comparison, and a new list where graphs are new.
+    assert runner.num_comparisons == (1 if path is None else 2)
+    assert (manager.rose_step_graphs is before) == (path is None)
+    assert manager.rose_step_graphs._compute_logits == runner.own_logits, "wrapped twice"
+    told = [line.rpartition(": ")[2] for line in rose_log if "captured again" in line]
+    assert told == ([] if path is None else [path])
+
+
+@pytest.mark.parametrize("what", ["reloads", "wakes"])
+def test_who_reloads_or_wakes_up_compares(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    runner = CapturedRunner(monkeypatch)
+    addresses = runner.cudagraph_manager.rose_graph_addresses
+    assert not addresses.may_differ
+    if what == "reloads":
+        wrap_reset_lora_state(lambda _: None)(runner)
+    else:
+        wrap_wake_up(lambda _, tags: None)(SimpleNamespace(model_runner=runner), tags=None)
+    assert addresses.may_differ
+
+
+def test_all_ranks_capture_where_something_has_moved_on_one(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
+) -> None:
+    runner = CapturedRunner(monkeypatch)
+    requests, runner.elsewhere = Requests(runner), StaleGraphs.ROSES
+    requests.add(3)
+    for _ in range(2):
+        assert runner.run(requests.step()) == requests.expect()
+    assert runner.events == [] and runner.num_comparisons == 0
+    wrap_reset_lora_state(lambda _: None)(runner)
+    for _ in range(2):
+        assert runner.run(requests.step()) == requests.expect()
+    assert runner.events == [("Rose's", "stream")] and any(
+        "because 0 tensors of this rank" in line for line in rose_log
+    )
+
+
+def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_addresses, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    assert graph_addresses.largest_of_ranks(StaleGraphs.ROSES) is StaleGraphs.ROSES
+
+
+def test_ranks_agree_on_the_most_that_one_of_them_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert group == "CPUs" and op == torch.distributed.ReduceOp.MAX
+        tensor.clamp_(min=int(StaleGraphs.ALL))
+
+    group = SimpleNamespace(world_size=2, cpu_group="CPUs")
+    monkeypatch.setattr(graph_addresses, "get_tp_group", lambda: group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    assert graph_addresses.largest_of_ranks(StaleGraphs.NONE) is StaleGraphs.ALL
+
+
+def test_runners_without_steps_are_left_alone() -> None:
+    runner = SimpleNamespace(cudagraph_manager=None)
+    wrap_reset_lora_state(lambda _: None)(runner)
+    wrap_wake_up(lambda _: None)(SimpleNamespace(model_runner=runner))
+    assert step_graph._steps_of(runner) is None
+
+
+def test_steps_are_not_given_up_before_their_tokens_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+    requests = Requests(runner)
+    requests.add(3)
+    runner.execute(runner, requests.step())
+    runner.replace("model.lm_head.weight")
+    wrap_reset_lora_state(lambda _: None)(runner)
+    with pytest.raises(IntegrityError, match="never asked"):
+        runner.execute(runner, requests.step())
 
 
 def test_tokens_that_nobody_asks_for_are_an_error(runner: Runner) -> None:
@@ -660,6 +916,7 @@ class HookedRunner:
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
         monkeypatch.setattr(step_graph, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append))
+        monkeypatch.setattr(step_graph, "GraphAddresses", lambda runner: "addresses")
         monkeypatch.setattr(step_graph, "_room_for_logits", self.note_stream)
 
     @contextmanager
@@ -783,6 +1040,7 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     # Before graphs are captured, while vLLM profiles.
     assert execute(hooked, "steady") == sample(hooked, None) == "vLLM's"
     hooked.cudagraph_manager.rose_step_graphs = steps
+    hooked.cudagraph_manager.rose_graph_addresses = SimpleNamespace(may_differ=False)
     assert execute(hooked, "steady", None) is None
     assert execute(hooked, "other") == "vLLM's"
     assert execute(hooked, "steady", object()) == "vLLM's"

@@ -136,7 +136,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if find_unaudited(vllm_config.model_config) is not None:
             apply_patch("prompt_tails_v2" if vllm_config.use_v2_model_runner else "prompt_tails_v1")
         if replays_steps(vllm_config):
-            for name in ("capture", "execution", "sampling", "logprobs"):
+            for name in ("capture", "execution", "sampling", "logprobs", "reload", "wake_up"):
                 apply_patch(f"step_graph_{name}")
         if not is_recording():
             # No attention layer launches anything before this.

@@ -112,6 +112,9 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def update(self) -> Linear:
         """Return the product as it is loaded now."""
+        if self._linear is not None and self._linear.weight.data_ptr() != self._module.weight.data_ptr():
+            # Another tensor has been put in its place.
+            self._linear, self._is_new = None, True
         self._was_new, self._is_new = self._is_new, False
         if self._packs and self._was_new:
             self._pack()
@@ -284,6 +287,15 @@ class RoseDecoder:
             # Not before vLLM has put the tensors of all other modules back.
             failure, self._reload_error = self._reload_error, None
             raise failure
+
+    def take_moved_weights(self) -> None:
+        """Use tensors that have been put in the place of weights, in the form in which vLLM loads them.
+
+        Raises:
+            ModelError: as ``LoadedLayer.update``.
+        """
+        for index in range(len(self._loaded)):
+            self._update_layer(index)
 
     def forward(
         self,

@@ -159,6 +159,7 @@ class Runner:
             uses_prompt_logprobs=np.zeros(MAX_REQS, bool), token_id_scores={}
         )
         self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
+        self.kv_caches = [torch.zeros(2, 2)]
         self.products: list[int] = []
         self.execute_model_state: Any = None
         self.kv_connector: Any = NO_OP_KV_CONNECTOR
@@ -275,14 +276,23 @@ class Runner:
             tables.slot_mappings[index, row] = block * block_size + offset
 
 
+class Builder:
+    """Metadata builder of a KV cache group."""
+
+    def __init__(self) -> None:
+        self.computed_tokens = torch.full((2, MAX_REQS), -1, dtype=torch.int32)
+
+    @property
+    def decode_computed_tokens(self) -> torch.Tensor:
+        return self.computed_tokens[0]
+
+    def take_computed_tokens(self) -> torch.Tensor:
+        return self.computed_tokens
+
+
 def _group_with_builder() -> SimpleNamespace:
-    computed_tokens = torch.full((2, MAX_REQS), -1, dtype=torch.int32)
-    builder = SimpleNamespace(
-        computed_tokens=computed_tokens,
-        decode_computed_tokens=computed_tokens[0],
-        take_computed_tokens=lambda: computed_tokens,
-    )
-    return SimpleNamespace(get_metadata_builder=lambda: builder)
+    builder = Builder()
+    return SimpleNamespace(get_metadata_builder=lambda: builder, metadata_builders=[builder])
 
 
 class Requests:
