@@ -215,12 +215,13 @@ def test_the_scale_of_a_norm_is_a_power_of_two_not_below_its_weight(largest: flo
 
 def test_a_norm_that_changes_alone_is_read_where_it_was(implementation: Implementation) -> None:
     case = make_case(5, 64, 64, "", HALF, implementation.device)
-    norm = pack_norm(torch.full((64,), 0.5, device=case.x.device, dtype=HALF), EPS)
+    weight = torch.full((64,), 0.5, device=case.x.device, dtype=HALF)
+    norm = pack_norm(weight, EPS)
     for factor in (1.0, 40.0):
-        norm.weight.copy_(torch.linspace(-3, 3, 64) * factor)
+        weight.copy_(torch.linspace(-3, 3, 64) * factor)
         norm.update_scale()
         out, result = implementation(two_products, case.x, case.layer, norm, pack_linear(case.weight))
-        behind = Case(out, case.weight, None, (norm.weight, None), None, gelu=False, gated=False)
+        behind = Case(out, case.weight, None, (weight, None), None, gelu=False, gated=False)
         behind.check(result)
 
 
@@ -547,3 +548,13 @@ def test_a_chain_of_dependent_launches_in_a_graph(inner: int, parts: tuple[str, 
     for _ in range(50):
         graph.replay()
         assert torch.equal(hidden, expected)
+    if norm.weight is not None and norm.scale is not None:
+        old = norm.scale.item()
+        norm.weight.mul_(-4)
+        norm.update_scale()
+        assert norm.scale.item() == 4 * old
+        chain(False)
+        again = hidden.clone()
+        assert again.isfinite().all() and not torch.equal(again, expected)
+        graph.replay()
+        assert torch.equal(hidden, again)
