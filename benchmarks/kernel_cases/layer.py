@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase
-from rose_backend.kernels import pack_linear, small_batch_linear, small_batch_linear_and_moments
+from rose_backend.kernels import (
+    PackedNorm,
+    norm_input_of,
+    pack_linear,
+    pack_norm,
+    small_batch_linear,
+    small_batch_linear_before_norm,
+)
 
 EPS = 1e-5
 CUBLAS = "cuBLAS and torch"
@@ -54,20 +61,19 @@ class Layer:
         """Four launches; all four results."""
         norms = (self.norms[0], (None, None), self.norms[1], (None, None))
         qkv, projection, up, down = (
-            pack_linear(weight, bias, norm_weight=norm[0], norm_bias=norm[1], eps=EPS)
+            pack_linear(weight, bias, norm_weight=norm[0], norm_bias=norm[1])
             for weight, bias, norm in zip(self.weights, self.biases, norms, strict=True)
         )
 
-        # In a model the layer in front has left them.
-        wide_x = self.x.float()
-        moments = torch.stack([wide_x.sum(1), wide_x.square().sum(1)], 1).unsqueeze(2)
+        norm = PackedNorm(None, EPS)
+        x = norm_input_of(self.x, norm)  # In a model the layer in front has left it.
 
         def run() -> tuple[torch.Tensor, ...]:
-            states = small_batch_linear(self.x, qkv, x_moments=moments)
+            states = small_batch_linear(x, qkv)
             query = states[:, :WIDTH]
-            hidden, hidden_moments = small_batch_linear_and_moments(query, projection, residual=self.x)
-            wide = small_batch_linear(hidden, up, gelu=True, x_moments=hidden_moments)
-            return states, hidden, wide, small_batch_linear_and_moments(wide, down, residual=hidden)[0]
+            hidden, left = small_batch_linear_before_norm(query, projection, norm, residual=self.x)
+            wide = small_batch_linear(left, up, gelu=True)
+            return states, hidden, wide, small_batch_linear_before_norm(wide, down, norm, residual=hidden)[0]
 
         return run
 
@@ -102,20 +108,18 @@ class GatedLayer:
     def rose(self) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Four launches; all four results."""
         qkv, projection, up, down = (
-            pack_linear(weight, norm_weight=norm, eps=EPS, gated=index == 2)
-            for index, (weight, norm) in enumerate(
-                zip(self.weights, (self.norms[0], None, self.norms[1], None), strict=True)
-            )
+            pack_linear(weight, gated=index == 2) for index, weight in enumerate(self.weights)
         )
-        wide_x = self.x.float()
-        moments = torch.stack([wide_x.sum(1), wide_x.square().sum(1)], 1).unsqueeze(2)
+        attn_norm, mlp_norm = (pack_norm(norm, EPS) for norm in self.norms)
+        x = norm_input_of(self.x, attn_norm)
 
         def run() -> tuple[torch.Tensor, ...]:
-            states = small_batch_linear(self.x, qkv, x_moments=moments)
+            states = small_batch_linear(x, qkv)
             query = states[:, : self.query_width]
-            hidden, hidden_moments = small_batch_linear_and_moments(query, projection, residual=self.x)
-            wide = small_batch_linear(hidden, up, x_moments=hidden_moments)
-            return states, hidden, wide, small_batch_linear_and_moments(wide, down, residual=hidden)[0]
+            hidden, left = small_batch_linear_before_norm(query, projection, mlp_norm, residual=self.x)
+            wide = small_batch_linear(left, up)
+            out, _ = small_batch_linear_before_norm(wide, down, attn_norm, residual=hidden)
+            return states, hidden, wide, out
 
         return run
 

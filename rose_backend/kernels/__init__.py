@@ -42,11 +42,14 @@ from rose_backend.kernels.arguments import (
     Experts,
     HeadRotation,
     NewTokens,
+    NormInput,
     PackedLinear,
+    PackedNorm,
     PagedKV,
     SampleOutput,
     SamplingTensors,
     empty_rows,
+    norm_input_of,
 )
 from rose_backend.kernels.attention.ops import (
     DecodePlan,
@@ -59,10 +62,10 @@ from rose_backend.kernels.attention.ops import (
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
-    fold_norm,
     pack_linear,
+    pack_norm,
     small_batch_linear,
-    small_batch_linear_and_moments,
+    small_batch_linear_before_norm,
 )
 from rose_backend.kernels.pointwise.ops import (
     add_layer_norm,

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.gpu_properties import gpu_properties
@@ -402,14 +403,12 @@ class PagedKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A linear layer, with the norm before it folded in where there is one. Made by ``pack_linear``."""
+    """A linear layer, with the LayerNorm before it folded in where there is one. Made by ``pack_linear``."""
 
     weight: torch.Tensor
     """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""
-    bias: torch.Tensor | None  # [O] float32
+    bias: torch.Tensor | None  # [O], with LayerNorm float32
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
-    eps: float
-    has_rms_norm: bool = False
     is_gated: bool = False
     """The result is ``silu(gate) * factor``, half as wide as the product."""
 
@@ -417,6 +416,41 @@ class PackedLinear:
     def num_outputs(self) -> int:
         """Width of the result."""
         return self.weight.shape[0] // (2 if self.is_gated else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedNorm:
+    """The norm before a packed layer: its weight is multiplied in by the kernel that writes the hidden states.
+
+    The layer divides by their root mean square. So a matrix is as it was loaded, and a norm may change alone.
+    """
+
+    weight: torch.Tensor | None
+    """[E] of RMSNorm; None: a LayerNorm, which is folded into the layer."""
+    eps: float
+    scale: torch.Tensor | None = None
+    """[1] float32, of a weight in float16: a power of two, not below any number of the weight. Hidden states times the
+    weight are stored divided by it, and cannot overflow. In memory, as captured graphs outlast a weight."""
+
+    def update_scale(self) -> None:
+        """Choose the scale again, behind a change of the weight."""
+        if self.scale is None or self.weight is None:
+            return
+        bits = self.weight.abs().amax().float().view(torch.int32)
+        # Rounded up in its exponent: exactly a power of two, as no logarithm is.
+        power = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        self.scale.copy_(torch.where(power == 0, 1.0, power))
+
+
+class NormInput(NamedTuple):
+    """What a kernel that writes hidden states leaves to the norm and the packed layer after it."""
+
+    scaled: torch.Tensor
+    """[T, E]: hidden states times the norm's weight over its scale; without a weight the hidden states themselves."""
+    moments: torch.Tensor
+    """[T, 2, P] float32, contiguous, ``P`` a power of two: sums of each row of the hidden states and of its squares,
+    each in ``P`` parts that have to be added."""
+    norm: PackedNorm
 
 
 MAX_EXPERTS = 1024
@@ -453,21 +487,61 @@ def row_moments(
     return torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2)
 
 
-def check_moments(
-    x: torch.Tensor,  # [T, E]
-    x_moments: torch.Tensor,  # [T, 2, P] float32
+def norm_input_of(
+    hidden: torch.Tensor,  # [T, E]
+    norm: PackedNorm,
+) -> NormInput:
+    """Return in plain torch what kernels leave of the hidden states that they write."""
+    scaled = hidden
+    if norm.weight is not None:
+        wide = hidden.float() * norm.weight.float()
+        scaled = (wide if norm.scale is None else wide / norm.scale).to(hidden.dtype)
+    return NormInput(scaled, row_moments(hidden), norm)
+
+
+def normed_of(x: torch.Tensor | NormInput) -> torch.Tensor:
+    """Return in plain torch, float32, what is multiplied: ``norm(x)``, of LayerNorm without what is folded in."""
+    if not isinstance(x, NormInput):
+        return x.float()
+    wide, eps = x.scaled.float(), x.norm.eps
+    if x.norm.weight is None:
+        return F.layer_norm(wide, wide.shape[-1:], eps=eps)
+    wide = wide * torch.rsqrt(x.moments[:, 1].sum(1, keepdim=True) / wide.shape[1] + eps)
+    return wide if x.norm.scale is None else wide * x.norm.scale
+
+
+def check_norm(
+    hidden: torch.Tensor,  # [T, E]
+    norm: PackedNorm,
 ) -> None:
-    """Require moments of ``x`` as ``small_batch_linear_and_moments`` returns them.
+    """Require a norm that belongs to ``hidden``.
 
     Raises:
-        ShapeError: another shape, dtype or layout.
+        ShapeError: another width or dtype, or a scale that is missing or not wanted.
     """
-    check_tensors(x=(x, "T E"), x_moments=(x_moments, "T 2 P", torch.float32))
-    _, kinds, parts = x_moments.shape
-    if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
+    if norm.weight is None:
+        return
+    check_tensors(hidden=(hidden, "T E"), norm_weight=(norm.weight, "E"))
+    check_same_dtype(hidden=hidden, norm_weight=norm.weight)
+    if not norm.weight.is_contiguous():
+        raise ShapeError(f"norm_weight: expected a contiguous tensor, got strides {norm.weight.stride()}")
+    if (norm.scale is not None) != (norm.weight.dtype is torch.float16):
+        raise ShapeError(f"norm_scale: expected one with torch.float16 only, got {norm.weight.dtype}")
+
+
+def check_norm_input(before: NormInput) -> None:
+    """Require what a kernel leaves to a norm.
+
+    Raises:
+        ShapeError: shapes, dtypes or layouts disagree.
+    """
+    check_tensors(x=(before.scaled, "T E"), x_moments=(before.moments, "T 2 P", torch.float32))
+    _, kinds, parts = before.moments.shape
+    if kinds != 2 or parts & (parts - 1) or not before.moments.is_contiguous():
         raise ShapeError(
-            f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(x_moments.shape)}"
+            f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(before.moments.shape)}"
         )
+    check_norm(before.scaled, before.norm)
 
 
 class AttentionStrides(NamedTuple):

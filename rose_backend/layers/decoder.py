@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.kernels import HeadRotation, rotate_query_key
+from rose_backend.kernels import HeadRotation, NormInput, PackedNorm, norm_input_of, rotate_query_key
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.layers.attention import StepAttention
@@ -47,7 +47,7 @@ class Decoder:
     num_kv_heads: int
     head_size: int
     switches: Switches
-    mlp: Callable[[ResidualStream, Norm, Mlp], None]
+    mlp: Callable[[ResidualStream, Norm, Mlp, Norm], None]
     """``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``, for layers that are not sparse."""
     rotations: Sequence[HeadRotation | None] | None = None
     """Of queries and keys, by layer; None: none."""
@@ -55,26 +55,35 @@ class Decoder:
     """Sums over ranks what attention and MLPs add to the hidden states; None: there is one rank. Layers are not packed
     otherwise."""
 
+    def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
+        """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
+        norm = self.layers[0].attn_norm
+        is_small_batch = attention.decodes_only and num_tokens <= max_packed_rows(norm.weight.shape[0])
+        return norm.packed if is_small_batch else None
+
 
 def run_layers(
     decoder: Decoder,
     hidden: torch.Tensor,  # [T, E]  written where the batch is small
-    moments: torch.Tensor | None,  # [T, 2, 1] float32
+    norm_input: NormInput | None,
     positions: torch.Tensor,  # [T] int64
     attention: StepAttention,
 ) -> torch.Tensor:
     """Return the normed final hidden states: [T, E], or [R, E] where ``attention`` wants last tokens only.
 
     Args:
-        hidden, moments: as from ``embed_tokens``, and launched in the ordinary way; moments may be None.
+        hidden, norm_input: as from ``embed_tokens``, and launched in the ordinary way; of a small batch, too,
+            ``norm_input`` may be None.
     """
     layers, rotations, head_size = decoder.layers, decoder.rotations, decoder.head_size
     heads = [decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads]
     num_tokens = hidden.shape[0]
-    is_packed = layers[0].qkv.packed is not None
-    is_small_batch = is_packed and attention.decodes_only and num_tokens <= max_packed_rows(hidden.shape[1])
+    first_norm = decoder.first_norm(num_tokens, attention)
+    is_small_batch = first_norm is not None
+    if first_norm is not None and norm_input is None:
+        norm_input = norm_input_of(hidden, first_norm)
     stream = ResidualStream(
-        hidden, decoder.switches, moments, is_small_batch=is_small_batch, all_reduce=decoder.all_reduce
+        hidden, decoder.switches, norm_input, is_small_batch=is_small_batch, all_reduce=decoder.all_reduce
     )
     fuses_rotation = attention.appends and attention.decodes_only and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):
@@ -90,9 +99,12 @@ def run_layers(
         if attention.last_tokens is not None and index + 1 == len(layers):
             attended = attended[attention.last_tokens]
             stream.keep(attention.last_tokens)
-        stream.add(attended, layer.attn_out)
+        stream.add(attended, layer.attn_out, layer.mlp_norm)
+        # The final norm is a launch of its own. In front of it any norm is written for: a product that wrote for none
+        # would be one more kernel to compile.
+        next_norm = layers[min(index + 1, len(layers) - 1)].attn_norm
         if isinstance(layer.mlp, SparseMlp):
-            stream.sparse_mlp(layer.mlp_norm, layer.mlp)
+            stream.sparse_mlp(layer.mlp_norm, layer.mlp, next_norm)
         else:
-            decoder.mlp(stream, layer.mlp_norm, layer.mlp)
+            decoder.mlp(stream, layer.mlp_norm, layer.mlp, next_norm)
     return stream.normed(decoder.final_norm)

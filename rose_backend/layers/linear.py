@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from rose_backend.config import Switches
 from rose_backend.kernels import (
     Experts,
+    NormInput,
     PackedLinear,
+    PackedNorm,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
     bias_residual,
     expert_mlp,
-    fold_norm,
     layer_norm,
     pack_linear,
+    pack_norm,
     rms_norm,
     silu_mul,
     small_batch_linear,
-    small_batch_linear_and_moments,
+    small_batch_linear_before_norm,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.tuning.measured import constants
@@ -43,6 +45,9 @@ class Norm:
     weight: torch.Tensor  # [E]
     bias: torch.Tensor | None  # [E]
     eps: float
+    packed: PackedNorm | None = None
+    """For small batches, before a packed layer; it shares the weight of RMSNorm. LayerNorm is folded into the layer:
+    ``weight`` and ``bias`` neither scale nor shift then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,45 +97,38 @@ def packs_layers(switches: Switches, device: torch.device) -> bool:
 
 
 def pack_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Prepare a layer for small batches, once: both norms are folded into the matrices after them.
-
-    For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
-    """
+    """Prepare a layer for small batches, once. Every matrix is in memory once."""
+    mlp: Mlp | SparseMlp
+    if isinstance(layer.mlp, SparseMlp):
+        mlp = replace(layer.mlp, router=pack(layer.mlp.router, layer.mlp_norm))
+    else:
+        gated = layer.mlp.gate_up.weight.shape[1] != layer.mlp.down.weight.shape[0]
+        mlp = Mlp(pack(layer.mlp.gate_up, layer.mlp_norm, gated=gated), pack(layer.mlp.down))
     return replace(
         layer,
-        attn_norm=folded_norm(layer.attn_norm),
+        attn_norm=with_packed(layer.attn_norm),
         qkv=pack(layer.qkv, layer.attn_norm),
         attn_out=pack(layer.attn_out),
-        mlp_norm=folded_norm(layer.mlp_norm),
-        mlp=_pack_mlp(layer.mlp, layer.mlp_norm),
+        mlp_norm=with_packed(layer.mlp_norm),
+        mlp=mlp,
     )
-
-
-def _pack_mlp(mlp: Mlp | SparseMlp, norm: Norm) -> Mlp | SparseMlp:
-    if isinstance(mlp, SparseMlp):
-        assert norm.bias is None, "experts follow an RMSNorm"
-        rows = mlp.experts.gate_up.flatten(0, 1)
-        fold_norm(rows, norm.weight, out=rows)
-        return SparseMlp(pack(mlp.router, norm), mlp.experts)
-    gated = mlp.gate_up.weight.shape[1] != mlp.down.weight.shape[0]
-    return Mlp(pack(mlp.gate_up, norm, gated=gated), pack(mlp.down))
 
 
 def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_place: bool = False) -> Linear:
     """Prepare one linear layer for small batches, as ``pack_layer`` does all of a layer's.
 
     Args:
-        norm: the one in front, which is folded in.
+        norm: the one in front, which is folded in if it is LayerNorm.
         gated: it is the first one of a gated MLP.
         in_place: overwrite the weight, which is contiguous as [O, E].
     """
     weight = linear.weight.t()
+    folded = None if norm is None or norm.bias is None else norm
     packed = pack_linear(
         weight,
         linear.bias,
-        norm_weight=None if norm is None else norm.weight,
-        norm_bias=None if norm is None else norm.bias,
-        eps=0.0 if norm is None else norm.eps,
+        norm_weight=None if folded is None else folded.weight,
+        norm_bias=None if folded is None else folded.bias,
         gated=gated,
         out=weight if in_place else None,
     )
@@ -138,10 +136,12 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_pl
     return Linear(packed.weight.t(), bias, packed)
 
 
-def folded_norm(norm: Norm) -> Norm:
-    """Return what is left of a norm that is folded into the next matrix: it neither scales nor shifts."""
-    bias = None if norm.bias is None else torch.zeros_like(norm.bias)
-    return Norm(torch.ones_like(norm.weight), bias, norm.eps)
+def with_packed(norm: Norm) -> Norm:
+    """Return the norm before a packed layer: RMSNorm as it is, of LayerNorm what is not folded into the layer."""
+    if norm.bias is None:
+        return replace(norm, packed=pack_norm(norm.weight, norm.eps))
+    ones, zeros = torch.ones_like(norm.weight), torch.zeros_like(norm.bias)
+    return Norm(ones, zeros, norm.eps, PackedNorm(None, norm.eps))
 
 
 class ResidualStream:
@@ -150,19 +150,19 @@ class ResidualStream:
     Args:
         hidden: ``[T, E]``; written where the batch is small.
         switches: which operations are fused; results agree within rounding.
-        moments: of ``hidden``, see ``embed_tokens``.
+        norm_input: what is left to the first packed norm; not None where the batch is small.
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
         all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
     """
 
-    __slots__ = ("_all_reduce", "_delta", "_moments", "hidden", "is_small_batch", "switches")
+    __slots__ = ("_all_reduce", "_delta", "_norm_input", "hidden", "is_small_batch", "switches")
 
     def __init__(
         self,
         hidden: torch.Tensor,
         switches: Switches,
-        moments: torch.Tensor | None = None,  # [T, 2, 1] float32
+        norm_input: NormInput | None = None,
         *,
         is_small_batch: bool = False,
         all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -173,7 +173,7 @@ class ResidualStream:
         self.switches = switches
         self.is_small_batch = is_small_batch
         self._delta: torch.Tensor | None = None  # [T, E] or [2, T, E]: the next norm adds it to ``hidden``
-        self._moments = moments  # of ``hidden``, for the next packed norm
+        self._norm_input = norm_input  # of ``hidden``, for the next packed norm
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """Return ``norm(hidden states)``, [T, E]."""
@@ -200,8 +200,10 @@ class ResidualStream:
         Of a packed, gated layer a small batch gives ``silu(gate) * up``, [T, O / 2].
         """
         if self.is_small_batch:
-            assert linear.packed is not None, "small batches need packed layers"
-            return small_batch_linear(self.hidden, linear.packed, gelu=gelu, x_moments=self._moments)
+            assert linear.packed is not None and self._norm_input is not None, (
+                "small batches need packed layers"
+            )
+            return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
@@ -213,12 +215,14 @@ class ResidualStream:
         self,
         x: torch.Tensor,  # [T, I]
         linear: Linear,
+        next_norm: Norm | None = None,
     ) -> None:
-        """Add ``linear(x)`` to the hidden states."""
+        """Add ``linear(x)`` to the hidden states. A small batch needs ``next_norm``, which reads them."""
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
-            _, self._moments = small_batch_linear_and_moments(
-                x, linear.packed, residual=self.hidden, out=self.hidden
+            assert next_norm is not None and next_norm.packed is not None, "and a packed norm behind each"
+            _, self._norm_input = small_batch_linear_before_norm(
+                x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
             )
         elif self._all_reduce is not None:
             self._delta = self._all_reduce(_product(x, linear))
@@ -233,41 +237,41 @@ class ResidualStream:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
         self.hidden = self.hidden[tokens]
 
-    def gelu_mlp(self, norm: Norm, mlp: Mlp) -> None:
+    def gelu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:
         """Add ``down(gelu(up(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
         up, down = mlp.gate_up, mlp.down
         if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
-            return self.add(self.project(norm, up, gelu=True), down)
+            return self.add(self.project(norm, up, gelu=True), down, next_norm)
         assert up.bias is not None and down.bias is not None, "a GELU MLP has biases"
         assert self._all_reduce is None, "the residual would be added on every rank"
         wide = bias_gelu(self.normed(norm) @ up.weight, up.bias)
         self.hidden = bias_residual(wide @ down.weight, down.bias, self.hidden)
         return None
 
-    def silu_mlp(self, norm: Norm, mlp: Mlp) -> None:
+    def silu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:
         """Add ``down(silu(gate) * up)``, where ``gate_up(norm(hidden states))`` is gate and up side by side."""
         gate_up, down = mlp.gate_up, mlp.down
         projected = self.project(norm, gate_up)
         if self.is_small_batch:
-            return self.add(projected, down)
+            return self.add(projected, down, next_norm)
         alternating = gate_up.packed is not None
         if self.switches.fused_mlp:
             return self.add(silu_mul(projected, alternating=alternating), down)
         gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
         return self.add(F.silu(gate) * up, down)
 
-    def sparse_mlp(self, norm: Norm, mlp: SparseMlp) -> None:
+    def sparse_mlp(self, norm: Norm, mlp: SparseMlp, next_norm: Norm) -> None:
         """Add what the experts that the router chooses make of ``norm(hidden states)``."""
         assert self._all_reduce is None, "the residual would be added on every rank"
         if self.is_small_batch:
-            _, self._moments = expert_mlp(
-                self.hidden,
+            assert self._norm_input is not None and next_norm.packed is not None, "small batches are packed"
+            _, self._norm_input = expert_mlp(
+                self._norm_input,
                 self.project(norm, mlp.router),
                 mlp.experts,
                 residual=self.hidden,
                 out=self.hidden,
-                rms_eps=norm.eps,
-                x_moments=self._moments,
+                next_norm=next_norm.packed,
             )
         else:
             normed = self.normed(norm)

@@ -107,7 +107,13 @@ class CausalLM(ABC):
             fused_kv_append=self.switches.fused_kv_append,
         )
         weights = self.weights
-        embedded = embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding)
+        embedded = embed_tokens(
+            input_ids,
+            positions,
+            weights.token_embedding,
+            weights.position_embedding,
+            next_norm=self._decoder.first_norm(len(input_ids), attention),
+        )
         return run_layers(self._decoder, *embedded, positions, attention)
 
     def compute_logits(
@@ -121,7 +127,7 @@ class CausalLM(ABC):
         """Prepare the layers for a few decodes at once, where a step is as long as its weights take to read."""
         layers = self.weights.layers
         for index, layer in enumerate(layers):
-            # In place and one by one: matrices that a norm is folded into are there twice while that is done.
+            # In place and one by one: matrices that change are there twice while that is done.
             layers[index] = pack_layer(layer)
 
 

@@ -59,8 +59,8 @@ def launch_some() -> None:
     """Launch kernels with descriptors of tensors, tuples, unaligned pointers and launch options."""
     hidden, weight = (torch.empty(size, dtype=torch.float16, device="meta") for size in ((3, 64), (192, 64)))
     norm = torch.empty(64, dtype=torch.float16, device="meta")
-    packed = kernels.pack_linear(weight, norm_weight=norm)
-    kernels.small_batch_linear(hidden, packed)
+    packed, packed_norm = kernels.pack_linear(weight), kernels.pack_norm(norm, 1e-6)
+    kernels.small_batch_linear(kernels.norm_input_of(hidden, packed_norm), packed)
     kernels.rms_norm(hidden[:, 1:33], norm[:32], 1e-6)
     cache = torch.empty((2, 2, 50, 4, 1, 64), dtype=torch.float16, device="meta")
     ids = torch.empty(3, dtype=torch.int32, device="meta")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
@@ -188,6 +190,33 @@ def test_packed_layers_wake_up_where_their_graphs_expect_them(
             outputs = generate(llm, prompts)
             judged = judge(path, prompts, [output.outputs[0].token_ids for output in outputs])
             assert wrong_tokens(judged, FLOAT32_ROUNDING) == []
+
+
+@pytest.mark.parametrize("is_checkpoint_format", [True, False])
+def test_norms_reloaded_alone_are_what_graphs_read(
+    make_engine: MakeEngine, tmp_path: Path, is_checkpoint_format: bool
+) -> None:
+    path, other = WRITERS["Qwen3"](tmp_path / "old"), tmp_path / "new"
+    prompts = mixed_prompts(RANDOM_VOCAB_SIZE, max_len=300)[0][:32]
+    weights = load_file(path / "model.safetensors")
+    norms = {
+        name: torch.linspace(-2, 3, len(weight)).to(weight)
+        for name, weight in weights.items()
+        if name.endswith("layernorm.weight")
+    }
+    assert norms
+    copytree(path, other)
+    save_file(weights | norms, other / "model.safetensors", {"format": "pt"})
+    options = {"enforce_eager": False, "max_num_batched_tokens": 512, **GPU_MEMORY}
+    with make_engine(model=str(path), **options) as llm:
+        assert llm.llm_engine.vllm_config.model_config.hf_config.architectures == ["RoseQwen3ForCausalLM"]
+        first = [output.outputs[0].token_ids for output in generate(llm, prompts)]
+        assert wrong_tokens(judge(path, prompts, first), FLOAT32_ROUNDING) == []
+        reloaded = {"weights_iterator": list(norms.items()), "is_checkpoint_format": is_checkpoint_format}
+        llm.collective_rpc("reload_weights", kwargs=reloaded)
+        assert llm.reset_prefix_cache()
+        tokens = [output.outputs[0].token_ids for output in generate(llm, prompts)]
+        assert tokens != first and wrong_tokens(judge(other, prompts, tokens), FLOAT32_ROUNDING) == []
 
 
 @RUNNERS

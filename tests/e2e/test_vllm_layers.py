@@ -5,11 +5,13 @@ On a CPU layers are packed for few decodes only where a test asks for it; a GPU 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,6 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
-from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
@@ -280,6 +281,8 @@ def memory_of(model: Any) -> dict[str, int]:
             found[f"{index} {name}"] = linear.weight.data_ptr()
             biases = (linear.bias, None if linear.packed is None else linear.packed.bias)
             found |= {f"{index} {name} {n}": b.data_ptr() for n, b in enumerate(biases) if b is not None}
+        for name in ("attn_norm", "mlp_norm"):
+            found[f"{index} {name}"] = getattr(layer, name).weight.data_ptr()
     return found
 
 
@@ -317,9 +320,7 @@ def test_nothing_but_buffers_outlasts_a_deep_sleep(
         # As vLLM's worker does it on a GPU: memory is given back, and what was in buffers is put there again.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         lost = [parameter.data for name, parameter in model.named_parameters() if "lm_head" not in name]
-        lost += [model.rose_constants.rotary_table, model._layers[0].attn_norm.weight]
-        for loaded in model._loaded:
-            lost += [product._folded for product in loaded._products if product._folded is not None]
+        lost.append(model.rose_constants.rotary_table)
         for layer in model._layers:
             for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
                 lost += [linear.bias, linear.packed.bias]
@@ -332,49 +333,99 @@ def test_nothing_but_buffers_outlasts_a_deep_sleep(
         assert_right(path, few, complete(llm, few))
 
 
-def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
-    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_any_weights_may_be_reloaded_alone(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any], case: str
 ) -> None:
-    old, new = (write(tmp_path / f"{seed}", "llama", seed=seed) for seed in range(2))
+    old, new = (write(tmp_path / f"{seed}", case, seed=seed, tie_word_embeddings=False) for seed in range(2))
     few = parity_prompts(VOCAB_SIZE)[:12]
-    weights = load_file(new / "model.safetensors")
+    before, weights = (load_file(path / "model.safetensors") for path in (old, new))
 
-    def reload(llm: Any, *kinds: str) -> None:
-        some = [(name, tensor) for name, tensor in weights.items() if any(kind in name for kind in kinds)]
-        assert some
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(some)})
+    def check(llm: Any, mixed: Path) -> None:
+        """Hold the engine to a checkpoint of what it has been given until now."""
+        copytree(old, mixed)
+        save_file(before, mixed / "model.safetensors", {"format": "pt"})
         assert llm.reset_prefix_cache()
+        assert_right(mixed, few, complete(llm, few))
 
-    def tokens(llm: Any) -> list[Any]:
-        return [each.token_ids for each in complete(llm, few)]
+    def some_of(*kinds: str) -> list[tuple[str, torch.Tensor]]:
+        found = [(name, tensor) for name, tensor in weights.items() if any(kind in name for kind in kinds)]
+        assert found
+        return found
 
     with make_engine(model=str(old)) as llm:
-        first = tokens(llm)
-        with pytest.raises(ValueError, match=r"the RMSNorm before model\.layers\.\d\.self_attn\.qkv_proj"):
-            reload(llm, "input_layernorm")
-        # The old ones speak on, and what comes next finds everything in its place.
-        assert llm.reset_prefix_cache() and tokens(llm) == first
-        for name in ("mlp.down_proj.weight", "input_layernorm.weight"):
-            plain = iter([(f"model.layers.0.{name}", weights[f"model.layers.0.{name}"])])
-            with pytest.raises(ValueError, match="is_checkpoint_format=False"):
-                options = {"weights_iterator": plain, "is_checkpoint_format": False}
-                llm.collective_rpc("reload_weights", kwargs=options)
-        assert llm.reset_prefix_cache() and tokens(llm) == first
+        memory = memory_of(runner_of(llm).model)
+        # The last ones are whatever is left: after them all is new.
+        for kinds in (
+            ("input_layernorm",),
+            ("post_attention_layernorm", "o_proj"),
+            ("gate_proj", "up_proj"),
+            ("",),
+        ):
+            some = some_of(*kinds)
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(some)})
+            before.update(some)
+            check(llm, tmp_path / kinds[0] / "mixed")
+        assert memory_of(runner_of(llm).model) == memory
         with pytest.raises(ValueError, match="cannot be saved"):
             runner_of(llm).model.state_dict()
-        # What does come with its norm is in place all the same.
-        with pytest.raises(ValueError, match=r"the RMSNorm before model\.layers\.0\.self_attn\.qkv_proj"):
-            reload(llm, "input_layernorm", "gate_proj", "up_proj", "post_attention_layernorm")
-        layer = "model.layers.1"
-        gate_up = torch.cat([weights[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")])
-        norm = weights[f"{layer}.post_attention_layernorm.weight"]
-        expected = pack_linear(gate_up, norm_weight=norm, gated=True).weight
-        assert torch.equal(runner_of(llm).model._layers[1].mlp.gate_up.packed.weight, expected)
-        # The rest, in any order.
-        reload(llm, "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj")
-        assert tokens(llm) != first
-        reload(llm, "down_proj", "embed_tokens", "model.norm", "lm_head")
-        assert_right(new, few, complete(llm, few))
+
+
+def test_weights_in_another_format_are_copied_where_nothing_is_rearranged(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    old, new = (write(tmp_path / f"{seed}", "llama-biases", seed=seed) for seed in range(2))
+    few, mixed = parity_prompts(VOCAB_SIZE)[:12], tmp_path / "mixed"
+    weights, others = (load_file(path / "model.safetensors") for path in (old, new))
+    names = {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "self_attn.o_proj": (),
+        "mlp.down_proj": (),
+    }
+    names |= {"input_layernorm": (), "post_attention_layernorm": ()}
+    plain = []
+    for layer, (module, parts) in itertools.product(("model.layers.0", "model.layers.1"), names.items()):
+        for kind in ("weight", "bias") if "proj" in module else ("weight",):
+            theirs = [f"{layer}.self_attn.{part}.{kind}" for part in parts] or [f"{layer}.{module}.{kind}"]
+            weights.update({name: others[name] for name in theirs})
+            plain.append((f"{layer}.{module}.{kind}", torch.cat([others[name] for name in theirs])))
+
+    def reload(llm: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        options = {"weights_iterator": iter(tensors), "is_checkpoint_format": False}
+        llm.collective_rpc("reload_weights", kwargs=options)
+        assert llm.reset_prefix_cache()
+
+    copytree(old, mixed)
+    save_file(weights, mixed / "model.safetensors", {"format": "pt"})
+    with make_engine(model=str(old)) as llm:
+        first = [each.token_ids for each in complete(llm, few)]
+        for kind in ("weight", "bias"):
+            name = f"model.layers.0.mlp.gate_up_proj.{kind}"
+            with pytest.raises(ValueError, match=rf"{name}.*is_checkpoint_format=False"):
+                reload(llm, [(name, torch.zeros(1))])
+        assert [each.token_ids for each in complete(llm, few)] == first
+        reload(llm, plain)
+        assert_right(mixed, few, complete(llm, few))
+
+
+def test_a_norm_in_half_precision_is_scaled_anew_in_every_reload(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    path = write(tmp_path, "llama")
+    with make_engine(model=str(path), dtype="float16") as llm:
+        model, name = runner_of(llm).model, "model.layers.0.input_layernorm.weight"
+        norm = model._layers[0].attn_norm.packed
+        assert norm.scale.item() >= norm.weight.abs().max()
+        address = norm.scale.data_ptr()
+        for largest, is_checkpoint_format in ((9.0, True), (60_000.0, False), (0.75, False), (3.0, True)):
+            weight = torch.full((128,), largest, dtype=torch.float16)
+            options = {
+                "weights_iterator": iter([(name, weight)]),
+                "is_checkpoint_format": is_checkpoint_format,
+            }
+            llm.collective_rpc("reload_weights", kwargs=options)
+            assert model._layers[0].attn_norm.packed is norm and torch.equal(norm.weight, weight)
+            assert largest <= norm.scale.item() < 2 * largest and norm.scale.data_ptr() == address
 
 
 NUM_TOKENS = 32

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from rose_backend.kernels import PackedNorm, pack_norm
 from rose_backend.kernels.arguments import CACHE_DTYPE, LogprobReport
 from rose_backend.kernels.decode_step import steps
 from rose_backend.kernels.experts import expert_mlp
@@ -84,8 +85,8 @@ def test_ends_of_a_decode_step(capability: int) -> None:
     table = torch.zeros(300, 768, dtype=torch.float16)
     out, history = torch.empty_like(table[:256]), torch.zeros(8, 256, dtype=torch.int64)
     with record_launches(elementwise, "_embed_tokens_kernel") as launches:
-        elementwise.embed_tokens(tokens, tokens, table, table, out)
-        elementwise.embed_tokens(tokens, tokens, table, None, out)
+        elementwise.embed_tokens(tokens, tokens, table, table, out, PackedNorm(None, 1e-5))
+        elementwise.embed_tokens(tokens, tokens, table, None, out, pack_norm(table[0], 1e-5))
         elementwise.embed_tokens(tokens.int(), tokens, table, None, out)
     with record_launches(steps, "_advance_rows_kernel") as more:
         steps.advance_rows(tokens, tokens, tokens.int(), tokens, tokens, history, tokens[:1])
@@ -155,13 +156,12 @@ def test_experts(numbers: tuple[int, int], dtype: torch.dtype, capability: int) 
             mock.patch.object(expert_mlp, "has_dependent_launch", lambda device: can_use_tma),
         ):
             expert_mlp.expert_mlp(
-                case.x,
+                case.given(),
                 case.router_logits,
                 replace(case.experts, top_k=8, renormalize=True),
                 residual=case.residual,
                 out=torch.empty_like(case.x),
-                rms_eps=case.rms_eps,
-                x_moments=None if case.rms_eps is None else torch.empty(num_tokens, 2, 1),
+                next_norm=case.next_norm if case.norm else None,
             )
         for recorded in choices + products + sums:
             resources = compile_launch(recorded, capability)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import Experts, expert_mlp
-from rose_backend.kernels.arguments import row_moments
+from rose_backend.kernels import Experts, NormInput, PackedNorm, expert_mlp, norm_input_of, pack_norm
 from rose_backend.kernels.experts import expert_mlp as gpu
 from rose_backend.kernels.gpu_properties import Workspace, current_workspace
 from tests.support.expert_cases import Case, make_case
@@ -22,34 +21,33 @@ FLOAT32, HALF, _ = DTYPES
 
 
 def launch(
-    case: Case, configs: tuple[dict[str, Any], dict[str, Any]] | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Return the result and its moments, memory that the launcher allocates being full of NaN.
+    case: Case,
+    configs: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    next_norm: PackedNorm | None = None,
+) -> tuple[torch.Tensor, NormInput | None]:
+    """Return the result and what it leaves to a norm, memory that the launcher allocates being full of NaN.
 
-    ``configs`` are of the kernels' two products; None calls the public function.
+    ``configs`` are of the kernels' two products; None calls the public function. ``next_norm`` None takes the case's.
     """
     width, device = case.x.shape[1], case.x.device
     out = torch.full((len(case.x), width + 7), float("nan"), dtype=case.x.dtype, device=device)
-    x_moments = None if case.rms_eps is None else row_moments(case.x)
-    options = {
-        "residual": case.residual,
-        "rms_eps": case.rms_eps,
-        "x_moments": x_moments,
-        "out": out[:, :width],
-    }
+    next_norm = case.next_norm if next_norm is None else next_norm
+    arguments = (case.given(), case.router_logits, case.experts)
+    options = {"residual": case.residual, "out": out[:, :width], "next_norm": next_norm}
     torch.use_deterministic_algorithms(True)
     try:
         if configs is None:
-            result, moments = expert_mlp(case.x, case.router_logits, case.experts, **options)
+            result, left = expert_mlp(*arguments, **options)
             assert result is options["out"]
         else:
             configs = gpu.ExpertConfig(**configs[0]), gpu.ExpertConfig(**configs[1])
-            moments = gpu.expert_mlp(case.x, case.router_logits, case.experts, **options, configs=configs)
+            left = gpu.expert_mlp(*arguments, **options, configs=configs)
     finally:
         torch.use_deterministic_algorithms(False)
     assert out[:, width:].isnan().all()
     assert not gpu._counts_on(device).any(), "the next call finds them"
-    return out[:, :width], moments
+    assert left is not None and left.norm is next_norm
+    return out[:, :width], left
 
 
 def tiles(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
@@ -73,7 +71,8 @@ def test_values(
 
 def test_results_may_replace_the_residual_or_x() -> None:
     case = make_case(5)
-    expected, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x)
+    expected, left = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x)
+    assert left is None
     for out in (case.x.clone(), case.x):
         actual, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x, out=out)
         assert actual is out and torch.equal(actual, expected)
@@ -137,8 +136,13 @@ def test_other_wrong_arguments_are_refused() -> None:
         expert_mlp(case.x, case.router_logits[:2], case.experts)
     with pytest.raises(ShapeError, match="residual: expected E=72, got 71"):
         expert_mlp(*arguments, residual=torch.zeros(3, 71))
+    left = norm_input_of(case.x, case.next_norm)
     with pytest.raises(ShapeError, match="x_moments: expected contiguous"):
-        expert_mlp(*arguments, x_moments=torch.zeros(3, 2, 3))
+        expert_mlp(left._replace(moments=torch.zeros(3, 2, 3)), *arguments[1:])
+    with pytest.raises(ShapeError, match="x: expected an RMSNorm in front of experts, got a LayerNorm"):
+        expert_mlp(norm_input_of(case.x, PackedNorm(None, 1e-5)), *arguments[1:])
+    with pytest.raises(ShapeError, match="norm_weight: expected E=72, got 71"):
+        expert_mlp(*arguments, next_norm=pack_norm(torch.ones(71), 1e-5))
     many = make_case(1, num_experts=1025, width=2, inner=1)
     with pytest.raises(ShapeError, match="at most 1024 experts, got 1025"):
         expert_mlp(many.x, many.router_logits, many.experts)
@@ -255,11 +259,12 @@ def test_every_number_of_tokens(
     num_tokens: int, shape: dict[str, int], dtype: torch.dtype, norm: bool
 ) -> None:
     case = make_case(num_tokens, dtype=dtype, norm=norm, device="cuda", **shape)
-    first = launch(case)
-    case.check(*first)
+    first, left = launch(case)
+    case.check(first, left)
     # Which program lists a token first changes nothing.
     for _ in range(5):
-        assert all(map(torch.equal, launch(case), first))
+        again, left_again = launch(case)
+        assert torch.equal(again, first) and all(map(torch.equal, left_again[:2], left[:2]))
 
 
 @pytest.mark.gpu
@@ -275,13 +280,12 @@ def test_every_kind_of_tile(sizes: tuple[int, int, int], num_tokens: int, use_tm
 
 def replayed(case: Case) -> tuple[torch.Tensor, ...]:
     """Return what a captured graph of two calls in a row makes of the case, behind another one's replay."""
-    arguments = (case.x, case.router_logits, case.experts)
+    arguments, norm = (case.x, case.router_logits, case.experts), case.next_norm
 
     def twice() -> tuple[torch.Tensor, ...]:
-        hidden, moments = expert_mlp(*arguments, residual=case.residual)
-        return expert_mlp(
-            hidden, *arguments[1:], residual=hidden, out=hidden, rms_eps=1e-5, x_moments=moments
-        )
+        hidden, left = expert_mlp(*arguments, residual=case.residual, next_norm=norm)
+        hidden, left = expert_mlp(left, *arguments[1:], residual=hidden, out=hidden, next_norm=norm)
+        return hidden, *left[:2]
 
     expected = [tensor.clone() for tensor in twice()]
     graph = torch.cuda.CUDAGraph()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rose_backend.kernels import NormInput
 from rose_backend.kernels.linear import small_batch_linear as gpu
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.linear_cases import GATED_SHAPES, SHAPES, make_case, overlapping
@@ -77,20 +78,19 @@ def compile_chosen_config(
     num_x_parts: int = 16,
 ) -> None:
     case = make_case(rows, depth, columns, parts, dtype, has_values=False)
-    x, out = (
-        case.x.clone(memory_format=torch.contiguous_format),
-        torch.empty((rows, case.num_outputs), dtype=dtype),
-    )
+    case.x = case.x.clone(memory_format=torch.contiguous_format)
+    given, out = case.given(), torch.empty((rows, case.num_outputs), dtype=dtype)
+    if isinstance(given, NormInput):
+        given = given._replace(moments=torch.empty(rows, 2, num_x_parts))
     exact = dtype is torch.float32
     with record_launches(gpu, "small_batch_linear_kernel") as launches, overlapping(capability >= 90):
         gpu.small_batch_linear(
-            x,
+            given,
             case.layer,
             gelu=case.gelu,
             residual=case.residual,
             out=out,
-            x_moments=torch.empty(rows, 2, num_x_parts) if case.norm else None,
-            with_moments=case.residual is not None,
+            next_norm=None if case.residual is None else case.next_norm,
             config=gpu.choose_linear_config(
                 rows,
                 columns,
@@ -102,7 +102,7 @@ def compile_chosen_config(
         )
     chosen, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
     ahead = gpu.lines_ahead(
-        chosen["DEPTH"] * x.element_size(),
+        chosen["DEPTH"] * out.element_size(),
         chosen["BLOCK_N"],
         -(-columns // chosen["BLOCK_N"]) * chosen["SPLIT_K"],
     )

@@ -12,18 +12,20 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
+    PackedNorm,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
     bias_residual,
     embed_tokens,
     layer_norm,
+    pack_norm,
     rms_norm,
     silu_mul,
 )
 from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import DTYPES, GPU, Implementation, each_dtype, kernels_only
-from tests.support.moments import moments_of
+from tests.support.moments import check_left
 
 EPS = 1e-5
 SHAPES = [(1, 128), (3, 7), (5, 768), (0, 16), (2, 1500), (2, 1)]
@@ -199,6 +201,20 @@ def test_views_of_wider_tensors(implementation: Implementation, width: int) -> N
     assert torch.equal(left, expected) and torch.equal(x[:, width // 2 :], rest)
 
 
+def embed_before(norm: PackedNorm | None, *arguments: torch.Tensor | None) -> torch.Tensor:
+    """Return embeddings, and check what they leave to a norm, memory that the launcher allocates being full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        embedded, left = embed_tokens(*arguments, next_norm=norm)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if norm is None:
+        assert left is None
+    else:
+        check_left(left, norm, embedded)
+    return embedded
+
+
 @pytest.mark.parametrize("id_type", [torch.int64, torch.int32], ids=str)
 @each_dtype
 def test_embed(implementation: Implementation, dtype: torch.dtype, id_type: torch.dtype) -> None:
@@ -208,17 +224,19 @@ def test_embed(implementation: Implementation, dtype: torch.dtype, id_type: torc
     wide = torch.randn(31, 50).to(implementation.device, dtype)
     token_embedding, position_embedding = wide[:, :40], torch.randn(10, 40).to(wide)
     plain = token_embedding[tokens.clamp(min=0)]
-    for added, expected in ((position_embedding, plain + position_embedding[positions]), (None, plain)):
-        actual, moments = implementation(embed_tokens, tokens.to(id_type), positions, token_embedding, added)
-        assert torch.equal(actual, expected)
-        torch.testing.assert_close(moments, moments_of(expected, 1))
+    norms = (None, PackedNorm(None, EPS), pack_norm(torch.linspace(-3, 3, 40).to(wide), EPS))
+    for norm in norms:
+        for added, expected in ((position_embedding, plain + position_embedding[positions]), (None, plain)):
+            actual = implementation(embed_before, norm, tokens.to(id_type), positions, token_embedding, added)
+            assert torch.equal(actual, expected)
 
 
 def test_no_tokens_to_embed(implementation: Implementation) -> None:
     nothing = torch.zeros(0, dtype=torch.int64, device=implementation.device)
     table = torch.randn(3, 8, device=implementation.device)
-    embedded, moments = implementation(embed_tokens, nothing, nothing, table, table)
-    assert embedded.shape == (0, 8) and moments.shape == (0, 2, 1)
+    norm = pack_norm(torch.ones(8, device=implementation.device), EPS)
+    embedded, left = implementation(embed_tokens, nothing, nothing, table, table, next_norm=norm)
+    assert embedded.shape == left.scaled.shape == (0, 8) and left.moments.shape == (0, 2, 1)
 
 
 X, RESIDUAL, WEIGHT, BIAS = make(4, 16, torch.float32)

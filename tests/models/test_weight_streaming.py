@@ -269,8 +269,9 @@ def test_layers_are_packed_once_their_weights_are_there(
     for ours, theirs in zip(packed, plain, strict=True):
         assert ours.mlp.down.packed is not None and ours.qkv.packed is not None
         assert torch.equal(ours.mlp.down.weight, theirs.mlp.down.weight)
-        folded = theirs.qkv.weight * theirs.attn_norm.weight[:, None]
-        assert torch.allclose(ours.qkv.weight, folded) and bool((ours.attn_norm.weight == 1).all())
+        assert torch.equal(ours.qkv.weight, theirs.qkv.weight)
+        assert torch.equal(ours.attn_norm.weight, theirs.attn_norm.weight)
+        assert ours.attn_norm.packed is not None and ours.attn_norm.packed.weight is ours.attn_norm.weight
 
 
 @pytest.mark.gpu

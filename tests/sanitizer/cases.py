@@ -10,7 +10,7 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import embed_tokens
-from rose_backend.kernels.arguments import SamplingTensors, row_moments
+from rose_backend.kernels.arguments import SamplingTensors
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
     end_step,
@@ -172,6 +172,13 @@ def rotary(num_tokens: int, heads: int, kv_heads: int, size: int, rotated: int) 
     return run
 
 
+def differences(left: kernels.NormInput | None, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Return how far off is what a kernel left to a norm: a CPU's hidden states are themselves as far off."""
+    assert left is not None
+    plain = kernels.norm_input_of(hidden, left.norm)
+    return [left.scaled - plain.scaled, left.moments.sum(2) - plain.moments.sum(2)]
+
+
 def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool = False) -> Case:
     """A small-batch product with a norm and GELU, or with a residual; if gated, an RMSNorm and no bias."""
 
@@ -185,12 +192,17 @@ def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool =
         norm_weight, norm_bias = (random(depth), random(depth)) if norm else (None, None)
         if gated:
             bias = norm_bias = None
-        layer = kernels.pack_linear(
-            weight, bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=gated
-        )
-        residual = None if norm else random(num_rows, layer.num_outputs)
-        gelu = norm and not gated
-        return [kernels.small_batch_linear(random(num_rows, depth), layer, gelu=gelu, residual=residual)]
+        folded = {} if norm_bias is None else {"norm_weight": norm_weight, "norm_bias": norm_bias}
+        layer = kernels.pack_linear(weight, bias, **folded, gated=gated)
+        hidden = random(num_rows, depth)
+        if norm_weight is not None:
+            before = kernels.PackedNorm(None, EPS) if folded else kernels.pack_norm(norm_weight, EPS)
+            x = kernels.norm_input_of(hidden, before)
+            return [kernels.small_batch_linear(x, layer, gelu=not gated)]
+        residual = random(num_rows, layer.num_outputs)
+        after = kernels.pack_norm(random(layer.num_outputs), EPS)
+        result, left = kernels.small_batch_linear_before_norm(hidden, layer, after, residual=residual)
+        return [result, *differences(left, result)]
 
     return run
 
@@ -203,11 +215,13 @@ def experts(num_tokens: int) -> Case:
         weights = replace(
             case.experts, gate_up=case.experts.gate_up.to(device), down=case.experts.down.to(device)
         )
-        result, moments = kernels.expert_mlp(
-            case.x.to(device), case.router_logits.to(device), weights, rms_eps=EPS
+        assert case.norm is not None and case.norm.weight is not None
+        before, after = (
+            kernels.pack_norm(each.weight.to(device), EPS) for each in (case.norm, case.next_norm)
         )
-        # Moments of the rounded result: those of a CPU's are as far off as its result is.
-        return [result, moments.sum(2) - row_moments(result)[:, :, 0]]
+        x = kernels.norm_input_of(case.x.to(device), before)
+        result, left = kernels.expert_mlp(x, case.router_logits.to(device), weights, next_norm=after)
+        return [result, *differences(left, result)]
 
     return run
 
@@ -248,11 +262,11 @@ def step_ends(device: str) -> list[torch.Tensor]:
     advance_rows(*state)
     generator = torch.Generator().manual_seed(7)
     tables = [torch.randn(rows, 257, generator=generator).half().to(device) for rows in (41, 302)]
-    return [
-        *state,
-        *embed_tokens(state[1], state[3], *tables),
-        *embed_tokens(state[1], state[3], tables[0]),
-    ]
+    norm = kernels.pack_norm(torch.randn(257, generator=generator).half().to(device), EPS)
+    for added, next_norm in ((tables[1], kernels.PackedNorm(None, EPS)), (None, norm)):
+        hidden, left = embed_tokens(state[1], state[3], tables[0], added, next_norm=next_norm)
+        state += [hidden, *differences(left, hidden)]
+    return state
 
 
 def mixed_step(*block_sizes: int) -> Case:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rose_backend.kernels import Experts
-from rose_backend.kernels.arguments import row_moments
+from rose_backend.kernels import Experts, NormInput, PackedNorm, norm_input_of, pack_norm
 from tests.support.error_budget import assert_within_budget
+from tests.support.moments import check_left
 
 EPS = 1e-5
 
@@ -22,12 +22,25 @@ class Case:
     router_logits: torch.Tensor
     experts: Experts
     residual: torch.Tensor | None
-    rms_eps: float | None
+    norm: PackedNorm | None
+    """In front."""
+
+    def given(self) -> torch.Tensor | NormInput:
+        """Return what the experts take: ``x``, or what a kernel in front leaves of it."""
+        return self.x if self.norm is None else norm_input_of(self.x, self.norm)
+
+    @property
+    def next_norm(self) -> PackedNorm:
+        """Return a norm for the result."""
+        width, generator = self.x.shape[1], torch.Generator().manual_seed(self.x.shape[1])
+        return pack_norm((torch.rand(width, generator=generator) * 6 - 3).to(self.x), EPS)
 
     def by_hand(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the result of separate operations in ``dtype``."""
         x = self.x.to(dtype)
-        normed = x if self.rms_eps is None else F.rms_norm(x, x.shape[1:], eps=self.rms_eps)
+        normed = x
+        if self.norm is not None and self.norm.weight is not None:
+            normed = F.rms_norm(x, x.shape[1:], self.norm.weight.to(dtype), self.norm.eps)
         logits = self.router_logits.double()
         chosen = torch.zeros_like(logits, dtype=torch.bool)
         for row, marks in zip(logits.tolist(), chosen, strict=True):
@@ -45,11 +58,12 @@ class Case:
             result[takes] += output * weights[takes, expert].to(dtype)[:, None]
         return result if self.residual is None else result + self.residual.to(dtype)
 
-    def check(self, actual: torch.Tensor, moments: torch.Tensor) -> None:
-        """Hold a result to the budget, and its moments to what they are of."""
+    def check(self, actual: torch.Tensor, left: NormInput | None) -> None:
+        """Hold a result to the budget, and what it leaves to a norm, if that was asked for, to the result."""
         assert actual.dtype == self.x.dtype
         assert_within_budget(actual, self.by_hand(torch.float64), self.by_hand(self.x.dtype))
-        torch.testing.assert_close(moments.sum(2), row_moments(actual)[:, :, 0], rtol=1e-4, atol=1e-3)
+        if left is not None:
+            check_left(left, left.norm, actual)
 
 
 def make_case(
@@ -84,5 +98,5 @@ def make_case(
             renormalize,
         ),
         random(num_tokens, width + 3)[:, :width] if residual else None,
-        EPS if norm else None,
+        pack_norm(random(width, scale=1.5), EPS) if norm else None,
     )

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from rose_backend.kernels import pack_linear
-from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels import NormInput, PackedLinear, PackedNorm, pack_linear, pack_norm
 from tests.support.error_budget import assert_within_budget
+from tests.support.moments import left_to
 
 EPS = 1e-5
 
@@ -32,10 +32,27 @@ class Case:
     @property
     def layer(self) -> PackedLinear:
         """Return the packed layer, a new one each time."""
-        norm_weight, norm_bias = self.norm or (None, None)
-        return pack_linear(
-            self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=self.gated
+        norm_weight, norm_bias = (
+            self.norm if self.norm is not None and self.norm[1] is not None else (None, None)
         )
+        return pack_linear(
+            self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, gated=self.gated
+        )
+
+    def given(self, num_parts: int = 1) -> torch.Tensor | NormInput:
+        """Return what the product takes: ``x``, or what a kernel in front leaves of it with moments in some parts."""
+        if self.norm is None:
+            return self.x
+        weight, bias = self.norm
+        return left_to(pack_norm(weight, EPS) if bias is None else PackedNorm(None, EPS), self.x, num_parts)
+
+    @property
+    def next_norm(self) -> PackedNorm:
+        """Return a norm for the result: RMSNorm, or LayerNorm where the product has one in front."""
+        if self.norm is not None and self.norm[1] is not None:
+            return PackedNorm(None, EPS)
+        generator = torch.Generator().manual_seed(self.num_outputs)
+        return pack_norm((torch.rand(self.num_outputs, generator=generator) * 6 - 3).to(self.weight), EPS)
 
     @property
     def num_outputs(self) -> int:
@@ -90,7 +107,7 @@ def make_case(
         x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
         weight=random(columns, depth, scale=depth**-0.5),
         bias=None if "nobias" in parts else random(columns),
-        norm=(random(depth, shift=1.0, scale=0.3), random(depth) if "norm" in parts else None)
+        norm=(random(depth, scale=1.5), random(depth) if "norm" in parts else None)
         if "norm" in parts or "rms" in parts
         else None,
         residual=random(rows, columns + 5)[:, : columns // (2 if gated else 1)]

@@ -3,7 +3,8 @@
 1. ``_choose_experts_kernel``: each token's experts and their weights, each expert's tokens.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
 3. The same kernel with ``down``: each pair's result, times its weight.
-4. ``_add_experts_kernel``: a token's experts, added in the order of their weights, and a residual.
+4. ``_add_experts_kernel``: a token's experts, added in the order of their weights, and a residual; and what the norm
+   after it needs.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
 GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
@@ -20,9 +21,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
+from rose_backend.kernels.arguments import MAX_EXPERTS, Experts, NormInput, PackedNorm
 from rose_backend.kernels.gpu_properties import can_use_tma, current_workspace, has_dependent_launch
-from rose_backend.kernels.linear.small_batch_linear import add_tile, load_moments, load_tile
+from rose_backend.kernels.linear.small_batch_linear import (
+    NormAfter,
+    add_tile,
+    load_moments,
+    load_norm_weight,
+    load_tile,
+    norm_after,
+)
 from rose_backend.kernels.sampling.sampler import ordered_key, value_of_key
 from rose_backend.kernels.tuning.choices import ExpertConfig, choose_expert_config
 
@@ -141,7 +149,7 @@ def _add_experts_kernel(
     outputs_ptr,  # [T, A, E] contiguous
     residual_ptr,  # [T, E], with RESIDUAL
     out_ptr,  # [T, E], written
-    moments_ptr,  # [T, 2, PARTS] float32 contiguous, written
+    after,  # NormAfter
     counts_ptr,  # [NUM_COUNTS] int32, zero afterwards, written
     residual_stride,
     out_stride,
@@ -156,10 +164,14 @@ def _add_experts_kernel(
     """One program per (token, ``TILE`` columns)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * TILE + tl.arange(0, TILE)
     mask = columns < WIDTH
+    if after.weight is not None:
+        norm_weight = load_norm_weight(after, columns, mask)
+    if PDL:
+        # Only the norm's weight is constant.
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros([TILE], tl.float32)
     for place in tl.static_range(TOP_K):
         output = outputs_ptr + (token * TOP_K + place) * WIDTH + columns
@@ -171,8 +183,11 @@ def _add_experts_kernel(
     result = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * out_stride + columns, result, mask=mask)
     wide = result.to(tl.float32)
-    tl.store(moments_ptr + token * (2 * PARTS) + part, tl.sum(wide, 0))
-    tl.store(moments_ptr + token * (2 * PARTS) + PARTS + part, tl.sum(wide * wide, 0))
+    if after.moments is not None:
+        tl.store(after.moments + token * (2 * PARTS) + part, tl.sum(wide, 0))
+        tl.store(after.moments + token * (2 * PARTS) + PARTS + part, tl.sum(wide * wide, 0))
+    if after.weight is not None:
+        tl.store(after.scaled + token * WIDTH + columns, (wide * norm_weight).to(result.dtype), mask=mask)
     # Nobody reads them any more: both products have ended.
     if (token == 0) & (part == 0):
         tl.store(counts_ptr + tl.arange(0, NUM_COUNTS), tl.zeros([NUM_COUNTS], tl.int32))
@@ -187,7 +202,7 @@ def add_experts(
     outputs: torch.Tensor,  # [T * A, E] contiguous
     residual: torch.Tensor | None,  # [T, E]
     out: torch.Tensor,  # [T, E]  written
-    moments: torch.Tensor,  # [T, 2, P] float32  written
+    after: NormAfter,  # with ``num_parts`` parts  written
     counts: torch.Tensor,  # int32  written, zeros
     *,
     top_k: int,
@@ -195,11 +210,12 @@ def add_experts(
 ) -> None:
     """Launch the sum of what all experts have made of each token, and set the counters back."""
     num_tokens, width = out.shape
-    _add_experts_kernel[(num_tokens, moments.shape[2])](
+    parts = num_parts(width)
+    _add_experts_kernel[(num_tokens, parts)](
         outputs,
         outputs if residual is None else residual,
         out,
-        moments,
+        after,
         counts,
         0 if residual is None else residual.stride(0),
         out.stride(0),
@@ -207,7 +223,7 @@ def add_experts(
         TOP_K=top_k,
         WIDTH=width,
         TILE=SUM_TILE,
-        PARTS=moments.shape[2],
+        PARTS=parts,
         RESIDUAL=residual is not None,
         PDL=use_pdl,
         num_warps=4,
@@ -318,7 +334,7 @@ def _expert_product_kernel(
     counts_ptr,  # [X] int32
     finished_ptr,  # [X] int32: programs of the gated product that have stored; zero before it, which counts
     pairs_ptr,  # [X, T] int32
-    x_moments_ptr,  # [T, 2, X_PARTS] float32, with X_PARTS
+    before,  # with X_PARTS moments [T, 2, X_PARTS] and scale [1] float32, the scale None unless x is float16
     scale_ptr,  # [T * A] float32, without GATED
     out_ptr,  # [T * A, NUM_COLUMNS] contiguous, written
     num_tokens,
@@ -364,9 +380,11 @@ def _expert_product_kernel(
             NUM_COLUMNS, K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS_LEFT, TMA, GATED, EXACT,
         )  # fmt: skip
         if X_PARTS > 0:
-            _, squares = load_moments(x_moments_ptr, x_rows, num_tokens, X_PARTS)
-            norm = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-            acc, factor_acc = acc * norm, factor_acc * norm
+            _, squares = load_moments(before[0], x_rows, num_tokens, X_PARTS)
+            norm = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+            if before[1] is not None:
+                norm *= tl.load(before[1])
+            acc, factor_acc = acc * norm[:, None], factor_acc * norm[:, None]
         if GATED:
             acc = acc * tl.sigmoid(acc) * factor_acc
         else:
@@ -394,35 +412,37 @@ def _counts_on(device: torch.device) -> torch.Tensor:
 
 
 def expert_mlp(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor | NormInput,  # [T, E]
     router_logits: torch.Tensor,  # [T, X]
     experts: Experts,
     *,
     residual: torch.Tensor | None,  # [T, E]
     out: torch.Tensor,  # [T, E]  written
-    rms_eps: float | None,
-    x_moments: torch.Tensor | None,  # [T, 2, P] float32, with rms_eps
+    next_norm: PackedNorm | None,
     configs: tuple[ExpertConfig, ExpertConfig] | None = None,
-) -> torch.Tensor:
-    """Launch the kernels; arguments as checked by ``rose_backend.kernels.experts.ops``, whose moments are returned.
+) -> NormInput | None:
+    """Launch the kernels; arguments as checked by ``rose_backend.kernels.experts.ops``.
 
     Args:
         configs: of both products; None takes the measured choice.
+
+    Returns:
+        What ``out`` leaves to the norm after it, if there is one.
     """
+    x, before = (x.scaled, x) if isinstance(x, NormInput) else (x, None)
     num_tokens, width = x.shape
     num_experts = router_logits.shape[1]
     num_pairs = num_tokens * experts.top_k
     if configs is None:
         configs = _choose_configs(x, experts)
-    moments = x.new_empty((num_tokens, 2, num_parts(width)), dtype=torch.float32)
+    after = norm_after(next_norm, out, num_parts(width))
     if num_tokens == 0:
-        return moments
+        return after.result(next_norm, out)
     use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
     lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
     activated = x.new_empty((num_pairs, experts.down.shape[2]))
     outputs = x.new_empty((num_pairs, width))
-    norm = None if rms_eps is None or x_moments is None else (rms_eps, x_moments)
     try:
         choose_experts(
             router_logits,
@@ -432,14 +452,14 @@ def expert_mlp(
             renormalize=experts.renormalize,
             use_pdl=use_pdl,
         )
-        _product(x, experts.gate_up, configs, lists, norm, None, activated, use_pdl)
+        _product(x, experts.gate_up, configs, lists, before, None, activated, use_pdl)
         _product(activated, experts.down, configs, lists, None, scales, outputs, use_pdl)
-        add_experts(outputs, residual, out, moments, lists[0], top_k=experts.top_k, use_pdl=use_pdl)
+        add_experts(outputs, residual, out, after, lists[0], top_k=experts.top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
         lists[0].zero_()
         raise
-    return moments
+    return after.result(next_norm, out)
 
 
 def _choose_configs(x: torch.Tensor, experts: Experts) -> tuple[ExpertConfig, ExpertConfig]:
@@ -465,8 +485,7 @@ def _product(
     weight: torch.Tensor,  # [X, O, E]
     configs: tuple[ExpertConfig, ExpertConfig],
     lists: Lists,
-    norm: tuple[float, torch.Tensor]
-    | None,  # epsilon and moments of x, of an RMSNorm before the first product
+    before: NormInput | None,  # whose scaled states x is, with an RMSNorm before the first product
     scales: torch.Tensor | None,  # [T * A] float32, of the second product
     out: torch.Tensor,  # [T * A, O] or, of the first product, [T * A, O / 2]  written
     use_pdl: bool,
@@ -489,12 +508,12 @@ def _product(
         counts,
         counts[MAX_EXPERTS:],
         pairs,
-        x if norm is None else norm[1],
+        (None, None) if before is None else (before.moments, before.norm.scale),
         x if scales is None else scales,
         out,
         num_tokens,
         x.stride(0),
-        0.0 if norm is None else norm[0],
+        0.0 if before is None else before.norm.eps,
         NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts),
         NUM_COLUMNS=num_columns,
@@ -508,7 +527,7 @@ def _product(
         WEIGHTS_LEFT=config.weights_left,
         TMA=config.use_tma,
         GATED=scales is None,
-        X_PARTS=0 if norm is None else norm[1].shape[2],
+        X_PARTS=0 if before is None else before.moments.shape[2],
         EXACT=x.dtype == torch.float32,
         PDL=use_pdl,
         num_warps=config.num_warps,

@@ -9,25 +9,28 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MAX_EXPERTS,
     Experts,
-    check_moments,
+    NormInput,
+    PackedNorm,
+    check_norm,
+    check_norm_input,
     check_same_dtype,
     check_tensors,
     empty_rows,
-    row_moments,
+    norm_input_of,
+    normed_of,
 )
 
 
 def expert_mlp(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor | NormInput,  # [T, E]
     router_logits: torch.Tensor,  # [T, X]
     experts: Experts,
     *,
     residual: torch.Tensor | None = None,  # [T, E]
     out: torch.Tensor | None = None,  # [T, E]  written
-    rms_eps: float | None = None,
-    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``residual`` plus the weighted sum of what each token's experts make of it, and the moments of the result.
+    next_norm: PackedNorm | None = None,
+) -> tuple[torch.Tensor, NormInput | None]:
+    """Return ``residual`` plus the weighted sum of what each token's experts make of it, and what a norm needs of it.
 
     Of expert ``e``, with ``A = top_k`` experts for each token::
 
@@ -37,35 +40,35 @@ def expert_mlp(
     two products, and each expert's weighted result, is rounded to the type of ``x``.
 
     Args:
-        x: innermost stride 1.
+        x: innermost stride 1; with an RMSNorm in front see ``small_batch_linear``.
         out: may be ``residual`` or ``x`` itself; None allocates.
-        rms_eps: of an RMSNorm of ``x`` in front, whose weight is folded into ``experts.gate_up``; None: there is none.
-        x_moments: see ``small_batch_linear``; used with ``rms_eps`` only, where None has them summed up first.
 
     Returns:
-        [T, E], and as ``small_batch_linear_and_moments`` has them float32 [T, 2, P].
+        [T, E], and what it leaves to ``next_norm``, if there is one.
 
     Raises:
         ShapeError: shapes or dtypes disagree, a weight is not contiguous, or ``top_k`` is not between 1 and the number
             of experts, ``MAX_EXPERTS`` at most.
     """
-    _check(x, router_logits, experts, residual, x_moments)
+    hidden = x.scaled if isinstance(x, NormInput) else x
+    _check(hidden, router_logits, experts, residual)
+    if isinstance(x, NormInput):
+        check_norm_input(x)
+        if x.norm.weight is None:
+            raise ShapeError("x: expected an RMSNorm in front of experts, got a LayerNorm")
     if out is None:
-        out = empty_rows(x, *x.shape)
-    check_tensors(x=(x, "T E"), out=(out, "T E"))
-    check_same_dtype(x=x, out=out)
-    if x.is_cuda:
+        out = empty_rows(hidden, *hidden.shape)
+    check_tensors(x=(hidden, "T E"), out=(out, "T E"))
+    check_same_dtype(x=hidden, out=out)
+    if next_norm is not None:
+        check_norm(out, next_norm)
+    if hidden.is_cuda:
         from rose_backend.kernels.experts.expert_mlp import expert_mlp as launch
 
-        if rms_eps is not None and x_moments is None:
-            x_moments = row_moments(x)
-        moments = launch(
-            x, router_logits, experts, residual=residual, out=out, rms_eps=rms_eps, x_moments=x_moments
-        )
-        return out, moments
-    total = _add_up_experts(x, router_logits, experts, rms_eps)
+        return out, launch(x, router_logits, experts, residual=residual, out=out, next_norm=next_norm)
+    total = _add_up_experts(hidden, normed_of(x), router_logits, experts)
     out.copy_(total if residual is None else residual.float() + total)
-    return out, row_moments(out)
+    return out, None if next_norm is None else norm_input_of(out, next_norm)
 
 
 def _check(
@@ -73,7 +76,6 @@ def _check(
     router_logits: torch.Tensor,
     experts: Experts,
     residual: torch.Tensor | None,
-    x_moments: torch.Tensor | None,
 ) -> None:
     sizes = check_tensors(
         x=(x, "T E"),
@@ -94,8 +96,6 @@ def _check(
     if residual is not None:
         check_tensors(x=(x, "T E"), residual=(residual, "T E"))
         check_same_dtype(x=x, residual=residual)
-    if x_moments is not None:
-        check_moments(x, x_moments)
 
 
 def _choose_experts(
@@ -119,15 +119,12 @@ def _choose_experts(
 
 def _add_up_experts(
     x: torch.Tensor,  # [T, E]
+    normed: torch.Tensor,  # [T, E] float32
     router_logits: torch.Tensor,  # [T, X]
     experts: Experts,
-    rms_eps: float | None,
 ) -> torch.Tensor:
     """Return the weighted sum of the experts' outputs, float32 [T, E], one expert after the other."""
     expert_ids, weights = _choose_experts(router_logits, experts.top_k, renormalize=experts.renormalize)
-    normed = x.float()
-    if rms_eps is not None:
-        normed = F.rms_norm(normed, x.shape[-1:], eps=rms_eps)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         tokens, places = torch.where(expert_ids == expert)

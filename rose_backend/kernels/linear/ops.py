@@ -8,16 +8,20 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MAX_ROWS,
+    NormInput,
     PackedLinear,
-    check_moments,
+    PackedNorm,
+    check_norm,
+    check_norm_input,
     check_same_dtype,
     check_tensors,
     empty_rows,
-    row_moments,
+    norm_input_of,
+    normed_of,
 )
 
 _FOLDED_ROWS = 1024
-"""Of a weight, that a norm is folded into at once: they are in memory in float32 meanwhile."""
+"""Of a weight, that a LayerNorm is folded into at once: they are in memory in float32 meanwhile."""
 
 
 def pack_linear(
@@ -26,7 +30,6 @@ def pack_linear(
     *,
     norm_weight: torch.Tensor | None = None,  # [E]
     norm_bias: torch.Tensor | None = None,  # [E]
-    eps: float = 0.0,
     gated: bool = False,
     out: torch.Tensor | None = None,  # [O, E]  written
 ) -> PackedLinear:
@@ -35,13 +38,13 @@ def pack_linear(
     ``norm(x) * g + h`` before ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
     Args:
-        norm_weight, norm_bias: of LayerNorm; the weight alone is RMSNorm's.
+        norm_weight, norm_bias: of a LayerNorm before it, which is folded in. An RMSNorm is not: see ``PackedNorm``.
         gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
         out: where the packed weight goes, contiguous; may be ``weight`` itself. None: ``weight`` stays as it is, and is
             the packed weight where nothing of it changes.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, a norm has only a bias, or ``gated`` has an odd number of rows.
+        ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows.
     """
     check_tensors(weight=(weight, "O E"))
     if bias is not None:
@@ -57,34 +60,31 @@ def pack_linear(
             raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
         weight = _alternate(weight)
         bias = None if bias is None else _alternate(bias)
-    wide_bias = None if bias is None else bias.float()
-    if norm_weight is None:
-        if norm_bias is not None:
-            raise ShapeError("norm_bias: expected norm_weight too")
+    if norm_weight is None or norm_bias is None:
+        if norm_weight is not norm_bias:
+            raise ShapeError("norm_weight and norm_bias: expected both or neither, got one")
         packed = weight.contiguous() if out is None else out.copy_(weight)
-        return PackedLinear(packed, wide_bias, None, eps, is_gated=gated)
-    check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"))
-    if norm_bias is None:
-        folded = fold_norm(weight, norm_weight, out)
-        return PackedLinear(folded, wide_bias, None, eps, has_rms_norm=True, is_gated=gated)
-    check_tensors(weight=(weight, "O E"), norm_bias=(norm_bias, "E"))
+        return PackedLinear(packed, bias, None, is_gated=gated)
+    check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"), norm_bias=(norm_bias, "E"))
     shift = weight.float() @ norm_bias.float()
-    folded = fold_norm(weight, norm_weight, out)
-    folded_bias = shift if wide_bias is None else wide_bias + shift
-    return PackedLinear(folded, folded_bias, folded.float().sum(1), eps, is_gated=gated)
-
-
-def fold_norm(
-    weight: torch.Tensor,  # [O, E]
-    norm_weight: torch.Tensor,  # [E]
-    out: torch.Tensor | None = None,  # [O, E]  written
-) -> torch.Tensor:
-    """Return ``weight * norm_weight``, rounded once from float32, in ``out``, which may be ``weight``, or new."""
+    # Rounded once, from float32.
     folded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
     wide_norm = norm_weight.float()
     for rows, target in zip(weight.split(_FOLDED_ROWS), folded.split(_FOLDED_ROWS), strict=True):
         target.copy_(rows.float() * wide_norm)
-    return folded
+    folded_bias = shift if bias is None else bias.float() + shift
+    return PackedLinear(folded, folded_bias, folded.float().sum(1), is_gated=gated)
+
+
+def pack_norm(
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> PackedNorm:
+    """Prepare an RMSNorm for the kernels that write what it norms. It keeps ``weight`` itself."""
+    scale = weight.new_empty(1, dtype=torch.float32) if weight.dtype is torch.float16 else None
+    norm = PackedNorm(weight, eps, scale)
+    norm.update_scale()
+    return norm
 
 
 def _alternate(rows: torch.Tensor) -> torch.Tensor:
@@ -93,89 +93,80 @@ def _alternate(rows: torch.Tensor) -> torch.Tensor:
 
 
 def small_batch_linear(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor | NormInput,  # [T, E]
     layer: PackedLinear,
     *,
     gelu: bool = False,
     residual: torch.Tensor | None = None,  # [T, O]
     out: torch.Tensor | None = None,  # [T, O]  written
-    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
 ) -> torch.Tensor:
     """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only where it was asked for. Rounded once, from float32.
 
     A gated layer's result is ``residual + silu(gate) * factor``, ``O / 2`` wide; ``O`` below is that width, too.
 
     Args:
-        x: at most ``MAX_ROWS`` rows, innermost stride 1.
+        x: at most ``MAX_ROWS`` rows, innermost stride 1; with a norm in front what ``small_batch_linear_before_norm``,
+            ``embed_tokens`` or ``expert_mlp`` left for it.
         gelu: GELU in its tanh form; not of a gated layer.
         out: may be ``residual`` itself, not ``x``; None allocates.
-        x_moments: of ``x``, from ``small_batch_linear_and_moments`` or ``embed_tokens``, ``P`` a power of two; of a
-            layer with a norm None has them summed up first.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, there are too many rows, or a gated layer is asked for GELU.
+        ShapeError: shapes or dtypes disagree, there are too many rows, a gated layer is asked for GELU, or only one of
+            ``x`` and ``layer`` comes with a LayerNorm.
     """
-    return _compute(x, layer, gelu, residual, out, x_moments, with_moments=False)[0]
+    return _compute(x, layer, gelu, residual, out, None)[0]
 
 
-def small_batch_linear_and_moments(
-    x: torch.Tensor,  # [T, E]
+def small_batch_linear_before_norm(
+    x: torch.Tensor | NormInput,  # [T, E]
     layer: PackedLinear,
+    next_norm: PackedNorm,  # of [T, O]
     *,
     gelu: bool = False,
     residual: torch.Tensor | None = None,  # [T, O]
     out: torch.Tensor | None = None,  # [T, O]  written
-    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``small_batch_linear``, and the moments of the result for the norm after it, float32 ``[T, 2, P]``.
-
-    They are the sums of each row and of its squares, each in ``P`` parts that have to be added.
-    """
-    out, moments = _compute(x, layer, gelu, residual, out, x_moments, with_moments=True)
-    assert moments is not None, "they were asked for"
-    return out, moments
+) -> tuple[torch.Tensor, NormInput]:
+    """As ``small_batch_linear``, and what the result leaves to the norm and the packed layer after it."""
+    out, after = _compute(x, layer, gelu, residual, out, next_norm)
+    assert after is not None, "there is a norm"
+    return out, after
 
 
 def _compute(
-    x: torch.Tensor,
+    x: torch.Tensor | NormInput,
     layer: PackedLinear,
     gelu: bool,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
-    x_moments: torch.Tensor | None,
-    *,
-    with_moments: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    next_norm: PackedNorm | None,
+) -> tuple[torch.Tensor, NormInput | None]:
+    hidden, norm = (x.scaled, x.norm) if isinstance(x, NormInput) else (x, None)
     if out is None:
-        out = empty_rows(x, x.shape[0], layer.num_outputs)
-    check_tensors(x=(x, "T E"), weight=(layer.weight, "N E"), out=(out, "T O"))
+        out = empty_rows(hidden, hidden.shape[0], layer.num_outputs)
+    check_tensors(x=(hidden, "T E"), weight=(layer.weight, "N E"), out=(out, "T O"))
     if out.shape[1] != layer.num_outputs:
         raise ShapeError(f"out: expected O={layer.num_outputs}, got {out.shape[1]}")
     if gelu and layer.is_gated:
         raise ShapeError("gelu: expected False with a gated layer, got True")
-    check_same_dtype(x=x, weight=layer.weight, out=out)
+    check_same_dtype(x=hidden, weight=layer.weight, out=out)
     if residual is not None:
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
-        check_same_dtype(x=x, residual=residual)
-    if x_moments is not None:
-        check_moments(x, x_moments)
-    if x.shape[0] > MAX_ROWS:
-        raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {x.shape[0]}")
-    if x.is_cuda:
+        check_same_dtype(x=hidden, residual=residual)
+    if isinstance(x, NormInput):
+        check_norm_input(x)
+    if (norm is not None and norm.weight is None) != (layer.column_sums is not None):
+        raise ShapeError(
+            "x: expected what is left to a LayerNorm where one is folded into the layer, and only there"
+        )
+    if next_norm is not None:
+        check_norm(out, next_norm)
+    if hidden.shape[0] > MAX_ROWS:
+        raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {hidden.shape[0]}")
+    if hidden.is_cuda:
         from rose_backend.kernels.linear.small_batch_linear import small_batch_linear as launch
 
-        if x_moments is None and (layer.has_rms_norm or layer.column_sums is not None):
-            x_moments = row_moments(x)
-        moments = launch(
-            x, layer, gelu=gelu, residual=residual, out=out, x_moments=x_moments, with_moments=with_moments
-        )
-        return out, moments
-    wide = x.float()
-    if layer.column_sums is not None:
-        wide = F.layer_norm(wide, x.shape[-1:], eps=layer.eps)
-    elif layer.has_rms_norm:
-        wide = F.rms_norm(wide, x.shape[-1:], eps=layer.eps)
-    result = F.linear(wide, layer.weight.float(), layer.bias)
+        return out, launch(x, layer, gelu=gelu, residual=residual, out=out, next_norm=next_norm)
+    result = F.linear(normed_of(x), layer.weight.float(), None if layer.bias is None else layer.bias.float())
     if layer.is_gated:
         gate, factor = result.unflatten(1, (-1, 2)).unbind(2)
         result = F.silu(gate) * factor
@@ -184,4 +175,4 @@ def _compute(
     if residual is not None:
         result = result + residual.float()
     out.copy_(result)
-    return out, row_moments(out) if with_moments else None
+    return out, None if next_norm is None else norm_input_of(out, next_norm)

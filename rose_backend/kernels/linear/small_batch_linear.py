@@ -4,12 +4,16 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 
 - A program owns ``BLOCK_M`` rows and ``BLOCK_N`` columns of the result. It asks for its weights before it waits for the
   kernel that makes ``x`` (programmatic dependent launch), so they travel while that kernel still runs.
-- LayerNorm costs no separate pass. With the norm's weight folded into ``W`` and its bias into ``b``::
+- A norm costs no separate pass. The kernel that writes hidden states leaves the sums of each row and of its squares to
+  the product after it, of a product one part per tile of columns. For RMSNorm it also writes hidden states times the
+  norm's weight ``g``, so that matrices stay as they were loaded::
 
-      norm(x) @ W.T + b = (x @ W.T - mean(x) * sum(W, 1)) / std(x) + b
+      norm(h) @ W.T + b = (h * g) @ W.T / rms(h) + b
 
-  The sums of ``x`` and of its squares, which this needs, are left by the kernel that made ``x``; a product leaves one
-  part per tile of columns. RMSNorm has no mean, and needs the squares only.
+  In float16 ``g`` is divided by a power of two meanwhile (``PackedNorm``). LayerNorm has a bias, too. With the norm's
+  weight folded into ``W`` and its bias into ``b``::
+
+      norm(h) @ W.T + b = (h @ W.T - mean(h) * sum(W, 1)) / std(h) + b
 - Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
@@ -26,7 +30,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.arguments import NormInput, PackedLinear, PackedNorm, empty_rows
 from rose_backend.kernels.gpu_properties import (
     can_use_tma,
     current_workspace,
@@ -113,8 +117,9 @@ def load_moments(moments_ptr, rows, num_rows, PARTS: tl.constexpr):
 
 
 @triton.jit
-def store_moments(result, moments_ptr, rows, in_rows, tile, num_tiles, PARTS: tl.constexpr):
-    """Write this tile's part of the moments of ``result``, and zeros to parts that no tile has."""
+def store_moments(result, moments_ptr, rows, in_rows, tile, width, PARTS: tl.constexpr):
+    """Write this tile's part of the moments of ``result``, one of ``width``, and zeros to parts that no tile has."""
+    num_tiles = tl.cdiv(width, result.shape[1])
     wide = result.to(tl.float32)  # 0 in columns that there are not
     moment_ptrs = moments_ptr + rows * (2 * PARTS) + tile
     tl.store(moment_ptrs, tl.sum(wide, 1), mask=in_rows)
@@ -124,6 +129,43 @@ def store_moments(result, moments_ptr, rows, in_rows, tile, num_tiles, PARTS: tl
         zeros = tl.zeros_like(rows).to(tl.float32)
         tl.store(moment_ptrs + num_tiles, zeros, mask=in_rows)
         tl.store(moment_ptrs + num_tiles + PARTS, zeros, mask=in_rows)
+
+
+class NormAfter(NamedTuple):
+    """What a kernel that writes hidden states takes for the norm after them; all None: there is none."""
+
+    moments: torch.Tensor | None  # [T, 2, PARTS] float32, written
+    weight: torch.Tensor | None  # [E], of RMSNorm
+    scale: torch.Tensor | None  # [1] float32, of a weight in float16
+    scaled: torch.Tensor | None  # [T, E] contiguous, with a weight, written
+
+    def result(self, norm: PackedNorm | None, out: torch.Tensor) -> NormInput | None:
+        """Return what was left to ``norm`` once the kernel has run and written ``out``."""
+        if norm is None or self.moments is None:
+            return None
+        return NormInput(out if self.scaled is None else self.scaled, self.moments, norm)
+
+
+def norm_after(
+    norm: PackedNorm | None,
+    out: torch.Tensor,  # [T, E]
+    num_parts: int,
+) -> NormAfter:
+    """Return what a kernel takes that writes ``out`` and sums up each of its rows in ``num_parts`` parts."""
+    if norm is None:
+        return NormAfter(None, None, None, None)
+    moments = out.new_empty((out.shape[0], 2, num_parts), dtype=torch.float32)
+    scaled = None if norm.weight is None else empty_rows(out, *out.shape)
+    return NormAfter(moments, norm.weight, norm.scale, scaled)
+
+
+@triton.jit
+def load_norm_weight(after, columns, in_columns):
+    """Return the weights that hidden states are multiplied by for the norm after them, float32."""
+    weight = tl.load(after.weight + columns, mask=in_columns, other=0.0).to(tl.float32)
+    if after.scale is not None:
+        weight = tl.div_rn(weight, tl.load(after.scale))
+    return weight
 
 
 @triton.jit
@@ -216,11 +258,38 @@ def _multiply(
 
 
 @triton.jit
+def _load_vectors(
+    bias_ptr,
+    column_sum_ptr,
+    x_scale_ptr,
+    after,
+    columns,
+    in_columns,
+    out_columns,
+    in_out,
+    BIAS: tl.constexpr,
+    CENTRE: tl.constexpr,
+):
+    """Return what is constant beside the weights, each None where there is none: bias, column sums, the scale that
+    ``x`` was divided by, and the weight of the norm after the product.
+    """
+    bias, column_sum, scale, next_weight = None, None, None, None
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+    if CENTRE:
+        column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
+    if x_scale_ptr is not None:
+        scale = tl.load(x_scale_ptr)
+    if after.weight is not None:
+        next_weight = load_norm_weight(after, out_columns, in_out)
+    return bias, column_sum, scale, next_weight
+
+
+@triton.jit
 def _finish(
     acc,
     moments,  # sums of x and of its squares, with NORM
-    column_sum,  # with CENTRE
-    bias,  # with BIAS
+    vectors,  # see _load_vectors
     residual,  # with RESIDUAL
     eps,
     K: tl.constexpr,
@@ -232,6 +301,7 @@ def _finish(
     RESIDUAL: tl.constexpr,
 ):
     """Return what becomes of a tile's products, in float32."""
+    bias, column_sum, scale = vectors[0], vectors[1], vectors[2]
     if NORM:
         row_squares = tl.sum(moments[1], 1)
         if CENTRE:
@@ -239,7 +309,8 @@ def _finish(
             variance = row_squares / K - mean * mean
             acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
         else:
-            acc *= tl.rsqrt(row_squares / K + eps)[:, None]
+            inverse = tl.rsqrt(row_squares / K + eps)
+            acc *= (inverse if scale is None else inverse * scale)[:, None]
     if BIAS:
         acc += bias[None, :]
     if GELU:
@@ -259,12 +330,13 @@ def small_batch_linear_kernel(
     weight_desc,
     x_ptr,  # [T, E]
     weight_ptr,  # [O, E]
-    bias_ptr,  # [O] float32, with BIAS
+    bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
+    x_scale_ptr,  # [1] float32, of RMSNorm in float16, else None
     residual_ptr,  # [T, O], with RESIDUAL; with GATED O / 2 columns, as out
     out_ptr,  # [T, O]  written
-    out_moments_ptr,  # [T, 2, OUT_PARTS] float32, with OUT_PARTS  written
+    after,  # NormAfter, with OUT_PARTS parts
     partial_ptr,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] float32, scratch
     arrivals_ptr,  # [tiles] int32, zero before and after
     num_rows,
@@ -307,15 +379,15 @@ def small_batch_linear_kernel(
     in_rows = rows < num_rows
     in_columns = columns < num_columns
     wide_rows = rows.to(tl.int64)
-    out_columns, in_out = columns, in_columns
-    if GATED:
-        out_columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        in_out = out_columns < num_columns // 2
+    OUT_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    width = num_columns // 2 if GATED else num_columns
+    out_columns = tile * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
+    in_out = out_columns < width
     inside = in_rows[:, None] & in_out[None, :]
     begin = part * DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
+    x, weight, residual, moments = None, None, None, None
     # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
@@ -327,10 +399,9 @@ def small_batch_linear_kernel(
         lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
         known = tl.minimum(columns, num_columns - 1).to(tl.int64)
         _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
-    if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
-    if CENTRE:
-        column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
+    vectors = _load_vectors(
+        bias_ptr, column_sum_ptr, x_scale_ptr, after, columns, in_columns, out_columns, in_out, BIAS, CENTRE
+    )
     if PDL:
         # Everything below reads or overwrites what earlier kernels made or read.
         tl.extra.cuda.gdc_wait()
@@ -355,13 +426,13 @@ def small_batch_linear_kernel(
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
-        answer = _finish(
-            acc, moments, column_sum, bias, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL
-        )
+        answer = _finish(acc, moments, vectors, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL)
         result = answer.to(out_ptr.dtype.element_ty)
         if OUT_PARTS > 0:
-            num_tiles = tl.cdiv(num_columns, BLOCK_N)
-            store_moments(result, out_moments_ptr, rows, in_rows, tile, num_tiles, OUT_PARTS)
+            store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
+        if after.weight is not None:
+            scaled = (result.to(tl.float32) * vectors[3][None, :]).to(result.dtype)
+            tl.store(after.scaled + wide_rows[:, None] * width + out_columns[None, :], scaled, mask=inside)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
 
@@ -444,36 +515,36 @@ def _launch_shape(
 
 
 def small_batch_linear(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor | NormInput,  # [T, E]
     layer: PackedLinear,
     *,
     gelu: bool,
     residual: torch.Tensor | None,  # [T, O]
     out: torch.Tensor,  # [T, O]  written
-    x_moments: torch.Tensor | None,  # [T, 2, P] float32, with a norm
-    with_moments: bool = False,
+    next_norm: PackedNorm | None = None,
     config: LinearConfig | None = None,
-) -> torch.Tensor | None:
+) -> NormInput | None:
     """Launch the kernel; arguments as checked by ``rose_backend.kernels.linear.ops``.
 
     Where the device can, it starts while the previous kernel still runs, and allows the same to the next one: the
-    previous kernel must not write the layer's tensors.
+    previous kernel must not write the tensors of the layer and the norms.
 
     Args:
         config: None takes the measured choice.
 
     Returns:
-        The moments of ``out`` if they were asked for, float32 [T, 2, P].
+        What ``out`` leaves to the norm after it, if there is one.
     """
+    x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
     weight, bias, column_sums = layer.weight, layer.bias, layer.column_sums
     num_columns = weight.shape[0]
     if config is None:
         config = _choose_config(x, weight)
     shape = _launch_shape(num_rows, num_columns, depth, x.element_size(), config)
-    out_moments = x.new_empty((num_rows, 2, shape.num_parts), dtype=torch.float32) if with_moments else None
+    after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
-        return out_moments
+        return after.result(next_norm, out)
     use_pdl = has_dependent_launch(x.device)
     unused = weight if bias is None else bias
     small_batch_linear_kernel[(shape.num_tiles * shape.num_row_tiles, config.split_k)](
@@ -483,9 +554,10 @@ def small_batch_linear(
         unused,
         unused if column_sums is None else column_sums,
         unused if x_moments is None else x_moments,
+        None if norm is None else norm.scale,
         x if residual is None else residual,
         out,
-        unused if out_moments is None else out_moments,
+        after,
         *scratch_on(x.device),
         num_rows,
         num_columns,
@@ -493,24 +565,24 @@ def small_batch_linear(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        layer.eps,
+        0.0 if norm is None else norm.eps,
         K=depth,
         DEPTH=shape.depth,
         BIAS=bias is not None,
-        NORM=column_sums is not None or layer.has_rms_norm,
+        NORM=norm is not None,
         CENTRE=column_sums is not None,
         X_PARTS=0 if x_moments is None else x_moments.shape[2],
         GELU=gelu,
         GATED=layer.is_gated,
         RESIDUAL=residual is not None,
-        OUT_PARTS=shape.num_parts if with_moments else 0,
+        OUT_PARTS=0 if next_norm is None else shape.num_parts,
         EXACT=x.dtype == torch.float32,
         PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
         launch_pdl=use_pdl,
         **_tiles_of(config),
     )
-    return out_moments
+    return after.result(next_norm, out)
 
 
 def _choose_config(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import HeadRotation
+from rose_backend.kernels.arguments import HeadRotation, NormInput, PackedNorm
 from rose_backend.kernels.gpu_properties import has_dependent_launch
+from rose_backend.kernels.linear.small_batch_linear import load_norm_weight, norm_after
 
 _PAIRS = 512
 """Of numbers that a program rotates together, about."""
@@ -229,7 +230,7 @@ def _embed_tokens_kernel(
     token_embedding_ptr,  # [V, E]
     position_embedding_ptr,  # [P, E], with ADD
     out_ptr,  # [T, E] contiguous, written
-    moments_ptr,  # [T, 2] float32, contiguous, written
+    after,  # NormAfter, of one part
     token_stride,
     position_stride,
     WIDTH: tl.constexpr,
@@ -255,8 +256,12 @@ def _embed_tokens_kernel(
     rounded = embedded.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * WIDTH + columns, rounded, mask=mask)
     wide = rounded.to(tl.float32)
-    tl.store(moments_ptr + token * 2, tl.sum(wide, 0))
-    tl.store(moments_ptr + token * 2 + 1, tl.sum(wide * wide, 0))
+    if after.moments is not None:
+        tl.store(after.moments + token * 2, tl.sum(wide, 0))
+        tl.store(after.moments + token * 2 + 1, tl.sum(wide * wide, 0))
+    if after.weight is not None:
+        scaled = (wide * load_norm_weight(after, columns, mask)).to(rounded.dtype)
+        tl.store(after.scaled + token * WIDTH + columns, scaled, mask=mask)
 
 
 def embed_tokens(
@@ -265,10 +270,11 @@ def embed_tokens(
     token_embedding: torch.Tensor,  # [V, E], innermost stride 1
     position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
     out: torch.Tensor,  # [T, E] contiguous, written
-) -> torch.Tensor:
-    """``rose_backend.kernels.embed_tokens`` on a GPU; returns the moments of ``out``."""
+    next_norm: PackedNorm | None = None,
+) -> NormInput | None:
+    """``rose_backend.kernels.embed_tokens`` on a GPU; returns what ``out`` leaves to the norm, if there is one."""
     num_tokens, width = len(input_ids), token_embedding.shape[1]
-    moments = token_embedding.new_empty((num_tokens, 2, 1), dtype=torch.float32)
+    after = norm_after(next_norm, out, num_parts=1)
     if num_tokens:
         tile = triton.next_power_of_2(width)
         _embed_tokens_kernel[(num_tokens,)](
@@ -277,7 +283,7 @@ def embed_tokens(
             token_embedding,
             token_embedding if position_embedding is None else position_embedding,
             out,
-            moments,
+            after,
             token_embedding.stride(0),
             0 if position_embedding is None else position_embedding.stride(0),
             WIDTH=width,
@@ -286,7 +292,7 @@ def embed_tokens(
             PDL=has_dependent_launch(out.device),
             num_warps=min(max(tile // 256, 1), 8),
         )
-    return moments
+    return after.result(next_norm, out)
 
 
 _TILE = 1024

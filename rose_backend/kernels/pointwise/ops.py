@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     HeadRotation,
+    NormInput,
+    PackedNorm,
+    check_norm,
     check_same_dtype,
     check_tensors,
     empty_rows,
-    row_moments,
+    norm_input_of,
 )
 
 
@@ -23,11 +26,12 @@ def embed_tokens(
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E]
     position_embedding: torch.Tensor | None = None,  # [P, E]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``token_embedding[input_ids] + position_embedding[positions]``, rounded once, and its moments.
+    *,
+    next_norm: PackedNorm | None = None,
+) -> tuple[torch.Tensor, NormInput | None]:
+    """Return ``token_embedding[input_ids] + position_embedding[positions]``, rounded once, and what a norm needs of it.
 
-    The sums are [T, E]. Their moments are for the norm of the first layer, see ``small_batch_linear_and_moments``:
-    float32 [T, 2, 1].
+    The sums are [T, E]; what they leave to ``next_norm``, of the first layer, has moments in one part.
 
     Args:
         input_ids, positions: inside their tables; a GPU does not check that. But a negative id, of a row for which no
@@ -46,15 +50,17 @@ def embed_tokens(
             token_embedding=(token_embedding, "V E"), position_embedding=(position_embedding, "P E")
         )
         check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
+    if next_norm is not None:
+        check_norm(token_embedding, next_norm)
     if input_ids.is_cuda:
         from rose_backend.kernels.pointwise.elementwise import embed_tokens as launch
 
         out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
-        return out, launch(input_ids, positions, token_embedding, position_embedding, out)
+        return out, launch(input_ids, positions, token_embedding, position_embedding, out, next_norm)
     embedded = F.embedding(input_ids.clamp(min=0), token_embedding)
     if position_embedding is not None:
         embedded = embedded + F.embedding(positions, position_embedding)
-    return embedded, row_moments(embedded)
+    return embedded, None if next_norm is None else norm_input_of(embedded, next_norm)
 
 
 def layer_norm(

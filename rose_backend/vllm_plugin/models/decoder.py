@@ -3,9 +3,9 @@
 Modules, parameters and weight loading are vLLM's own. Only ``forward`` is Rose's: it calls none of vLLM's layers, so
 nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full CUDA graphs, longer steps are launched.
 
-Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Packed layers
-are overwritten by their packed form when everything is loaded, because a matrix takes in the norm before it, which vLLM
-loads as another module: the first time, and again in each reload.
+Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Where layers
+are packed, the two parts of a gated MLP are overwritten by their packed form when everything is loaded: the first time,
+and again in each reload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from vllm.sequence import IntermediateTensors
 from rose_backend.errors import IntegrityError, ModelError
 from rose_backend.kernels import HeadRotation, embed_tokens, empty_rows
 from rose_backend.layers.decoder import Decoder, run_layers
-from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, ResidualStream, pack, packs_layers
+from rose_backend.layers.linear import (
+    DecoderLayer,
+    Linear,
+    Mlp,
+    Norm,
+    ResidualStream,
+    pack,
+    packs_layers,
+    with_packed,
+)
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
@@ -41,64 +50,85 @@ class LoadedLayer:
     Args:
         layer: vLLM's ``LlamaDecoderLayer`` or one like it.
         packs: prepare it for small batches; see ``layers.linear.pack_layer``.
-        unit: [E], all 1: what is left of a folded norm.
     """
 
-    def __init__(self, layer: Any, *, packs: bool, unit: torch.Tensor) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any, *, packs: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (layer.input_layernorm, None, layer.post_attention_layernorm, None)
-        modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        self._attention = attention
         self._products = [
-            RoseLinearMethod(module, norm, packs=packs, gated=module is mlp.gate_up_proj)
-            for module, norm in zip(modules, norms, strict=True)
+            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj)
+            for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         ]
-        self._unit = unit if packs else None
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self._norms = [LoadedNorm(norm, packs=packs) for norm in norms]
 
     def update(self) -> DecoderLayer:
-        """Return the layer as it is loaded now; what an earlier call returned is up to date, too.
-
-        Raises:
-            ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
-        """
-        attention = self._layer.self_attn
+        """Return the layer as it is loaded now; what an earlier call returned is up to date, too."""
         qkv, attn_out, gate_up, down = [product.update() for product in self._products]
-        # All that is new is packed by now, whatever else is missing.
-        for product in self._products:
-            product.check_norm()
-        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        attn_norm, mlp_norm = [norm.update() for norm in self._norms]
+        query_norm, key_norm = (getattr(self._attention, name, None) for name in ("q_norm", "k_norm"))
         return DecoderLayer(
-            self._norm(self._layer.input_layernorm),
+            attn_norm,
             qkv,
             attn_out,
-            self._norm(self._layer.post_attention_layernorm),
+            mlp_norm,
             Mlp(gate_up, down),
             None if query_norm is None else query_norm.weight.data,
             None if key_norm is None else key_norm.weight.data,
         )
 
-    def _norm(self, module: Any) -> Norm:
-        norm = norm_of(module)
-        return norm if self._unit is None else Norm(self._unit, None, norm.eps)
+
+class LoadedNorm:
+    """An RMSNorm module, with what packed layers need of it."""
+
+    def __init__(self, module: Any, *, packs: bool) -> None:
+        self._module, self._packs = module, packs
+        self._norm: Norm | None = None
+        self._addresses: list[int] = []
+
+    def update(self) -> Norm:
+        """Return the norm as it is loaded now."""
+        if self._norm is None or _addresses_of(self._module) != self._addresses:
+            self._norm, self._addresses = norm_of(self._module), _addresses_of(self._module)
+            if self._packs:
+                self._norm = with_packed(self._norm)
+                self._module.get_parameter = self._parameter
+        elif self._norm.packed is not None:
+            self._norm.packed.update_scale()
+        return self._norm
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        """Return what vLLM copies a weight into that is not in a checkpoint's format: nothing else tells of it."""
+        weight, update = (
+            torch.nn.Parameter(getattr(self._module, name).data, requires_grad=False),
+            self.update,
+        )
+
+        def copy(loaded: torch.Tensor) -> None:
+            weight.data.copy_(loaded)
+            update()
+
+        weight.copy_ = copy  # type: ignore[assignment, method-assign]
+        return weight
 
 
 class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """One linear module, as vLLM's method of it, with the norm before it where that is folded in.
+    """One linear module, as vLLM's method of it.
 
-    It leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original.
+    It leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original. Packed, only
+    the rows of a gate and its factor change places.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, module: Any, norm: Any | None, *, packs: bool, gated: bool) -> None:
+    def __init__(self, module: Any, *, packs: bool, gated: bool) -> None:
         super().__init__()
-        self._module, self._norm = module, norm
+        self._module = module
         self._packs, self._gated = packs, gated
         module.quant_method = self
-        # Whether the weight is as vLLM loads it, now and before the last update.
-        self._is_new = self._was_new = True
+        self._is_new = True  # The weight is as vLLM loads it.
         self._linear: Linear | None = None
-        self._folded: torch.Tensor | None = None  # [E]: the norm's weight that the matrix has taken in
+        self._addresses: list[int] = []
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Note that the weight was loaded."""
@@ -112,27 +142,22 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def update(self) -> Linear:
         """Return the product as it is loaded now."""
-        if self._linear is not None and self._linear.weight.data_ptr() != self._module.weight.data_ptr():
-            # Another tensor has been put in its place.
-            self._linear, self._is_new = None, True
-        self._was_new, self._is_new = self._is_new, False
-        if self._packs and self._was_new:
-            self._pack()
-        elif self._linear is None:
+        if (addresses := _addresses_of(self._module)) != self._addresses:
+            # The first tensors, or others that have been put in their place.
+            self._linear, self._addresses = None, addresses
+        is_new, self._is_new = self._is_new, False
+        if self._linear is None:
             self._linear = self._loaded()
-        assert self._linear is not None, "the first call finds new weights"
+            if self._packs:
+                self._linear = pack(self._linear, gated=self._gated, in_place=True)
+                if self._gated:
+                    self._module.get_parameter = self._refuse
+        elif is_new and self._packs and self._gated:
+            # In place, as graphs hold the addresses. What is not rearranged is in its place already.
+            bias = pack(self._loaded(), gated=True, in_place=True).bias
+            if bias is not None and self._linear.bias is not None:
+                self._linear.bias.copy_(bias)
         return self._linear
-
-    def check_norm(self) -> None:
-        """Refuse a norm that was reloaded without the matrix that it is folded into."""
-        if self._folded is None or self._was_new:
-            return
-        if torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
-            return
-        raise ModelError(
-            f"the RMSNorm before {self._module.prefix} was reloaded without that module's weights, which it is "
-            f"folded into: reload both, or keep vLLM's layers with {KEEP_OPTION}"
-        )
 
     def _loaded(self) -> Linear:
         module = self._module
@@ -142,33 +167,15 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         )
         return Linear(module.weight.data.t(), module.bias.data if is_added else None)
 
-    def _pack(self) -> None:
-        norm = None if self._norm is None else norm_of(self._norm)
-        packed = pack(self._loaded(), norm, gated=self._gated, in_place=True)
-        if self._linear is None:
-            self._linear = packed
-            self._folded = None if norm is None else norm.weight.clone()
-            for module in (self._module, self._norm):
-                if module is not None:
-                    # Weights that are not in a checkpoint's format are copied into what this returns.
-                    module.get_parameter = self._refuse
-            return
-        # Graphs hold the addresses. The weight is in its place already.
-        assert packed.packed is not None and self._linear.packed is not None, "they are packed"
-        pairs = [
-            (self._linear.bias, packed.bias),
-            (self._linear.packed.bias, packed.packed.bias),
-            (self._folded, None if norm is None else norm.weight),
-        ]
-        for old, new in pairs:
-            if old is not None and new is not None:
-                old.copy_(new)
-
     def _refuse(self, name: str) -> torch.nn.Parameter:
         raise ModelError(
-            f"{self._module.prefix}.{name}: Rose's packed weights, and norms before them, are reloaded in a "
-            f"checkpoint's format only, not with is_checkpoint_format=False; {KEEP_OPTION} keeps vLLM's layers"
+            f"{self._module.prefix}.{name}: Rose's packed weights are reloaded in a checkpoint's format only, not with "
+            f"is_checkpoint_format=False; {KEEP_OPTION} keeps vLLM's layers"
         )
+
+
+def _addresses_of(module: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
 
 
 def norm_of(module: Any) -> Norm:
@@ -183,16 +190,14 @@ _PROFILED_KERNELS = ("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "
 class RoseConstants(torch.nn.Module):
     """Tensors that no checkpoint has. As buffers they are restored when vLLM wakes up from a deep sleep."""
 
-    unit: torch.Tensor
     rotary_table: torch.Tensor
     """[P, D] float32, of vLLM's module, whose own is in the model's dtype."""
 
-    def __init__(self, unit: torch.Tensor, rotary: torch.nn.Module) -> None:
+    def __init__(self, rotary: torch.nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("unit", unit, persistent=False)
         # On the CPU, as transformers computes it: a GPU's cosines differ in the last bits.
         with torch.device("cpu"):
-            table = rotary._compute_cos_sin_cache().to(unit.device)  # type: ignore[operator]
+            table = rotary._compute_cos_sin_cache().to(device)  # type: ignore[operator]
         self.register_buffer("rotary_table", table, persistent=False)
 
 
@@ -261,39 +266,27 @@ class RoseDecoder:
         self.rose_switches = rose_options(vllm_config)
         has_ranks = get_tensor_model_parallel_world_size() > 1
         self._all_reduce = tensor_model_parallel_all_reduce if has_ranks else None
-        layers, final = self.model.layers, self.model.norm.weight
+        layers, device = self.model.layers, self.model.norm.weight.device
         # A rank's product is a part of what is added: the residual cannot be added in the same kernel.
-        packs = not has_ranks and packs_layers(self.rose_switches, final.device)
-        self.rose_constants = RoseConstants(torch.ones_like(final.data), layers[0].self_attn.rotary_emb)
+        packs = not has_ranks and packs_layers(self.rose_switches, device)
+        self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
         self._attention = [layer.self_attn.attn for layer in layers]
-        self._loaded = [LoadedLayer(layer, packs=packs, unit=self.rose_constants.unit) for layer in layers]
+        self._loaded = [LoadedLayer(layer, packs=packs) for layer in layers]
         if packs:
             self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
-        self._reload_error: ModelError | None = None
         for index, attention in enumerate(self._attention):
             attention.impl.after_loading = partial(self._update_layer, index)
 
     def _update_layer(self, index: int) -> None:
-        try:
-            layer = self._layers[index] = self._loaded[index].update()
-            self._rotations[index] = HeadRotation(
-                self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
-            )
-        except ModelError as error:
-            self._reload_error = self._reload_error or error
-        if index + 1 == len(self._loaded) and self._reload_error is not None:
-            # Not before vLLM has put the tensors of all other modules back.
-            failure, self._reload_error = self._reload_error, None
-            raise failure
+        layer = self._layers[index] = self._loaded[index].update()
+        self._rotations[index] = HeadRotation(
+            self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
+        )
 
     def take_moved_weights(self) -> None:
-        """Use tensors that have been put in the place of weights, in the form in which vLLM loads them.
-
-        Raises:
-            ModelError: as ``LoadedLayer.update``.
-        """
+        """Use tensors that have been put in the place of weights, in the form in which vLLM loads them."""
         for index in range(len(self._loaded)):
             self._update_layer(index)
 
@@ -305,7 +298,7 @@ class RoseDecoder:
         inputs_embeds: torch.Tensor | None = None,  # [T, E]
     ) -> torch.Tensor:
         """Return the hidden states after the final norm, [T, E]."""
-        model, moments = self.model, None
+        model, norm_input = self.model, None
         wait_for_kernels(*_PROFILED_KERNELS)
         impl = self._attention[0].impl
         num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
@@ -313,13 +306,6 @@ class RoseDecoder:
         attention = ModuleAttention(
             self._attention, empty_rows(model.norm.weight.data, len(positions), num_heads, head_size)
         )
-        if inputs_embeds is not None:
-            hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
-        elif self._all_reduce is not None:
-            hidden = model.embed_input_ids(input_ids)
-        else:
-            assert input_ids is not None, "the first stage has token ids or embeddings"
-            hidden, moments = embed_tokens(input_ids, positions, model.embed_tokens.weight.data)
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
         decoder = Decoder(
@@ -333,8 +319,18 @@ class RoseDecoder:
             rotations=self._rotations,
             all_reduce=self._all_reduce,
         )
+        if inputs_embeds is not None:
+            hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
+        elif self._all_reduce is not None:
+            hidden = model.embed_input_ids(input_ids)
+        else:
+            assert input_ids is not None, "the first stage has token ids or embeddings"
+            first_norm = decoder.first_norm(len(positions), attention)
+            hidden, norm_input = embed_tokens(
+                input_ids, positions, model.embed_tokens.weight.data, next_norm=first_norm
+            )
         with impl.workspace:
-            return run_layers(decoder, hidden, moments, positions, attention)
+            return run_layers(decoder, hidden, norm_input, positions, attention)
 
 
 class RoseLlamaForCausalLM(RoseDecoder, LlamaForCausalLM):  # type: ignore[misc]

@@ -229,8 +229,9 @@ class RecordedDecoder:
             rotations=[self._rotation] * len(layers),
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
         )
-        embedded = embed_tokens(input_ids, positions, self._embedding)
         self._attention.metadata = metadata
+        first_norm = decoder.first_norm(num_tokens, self._attention)
+        embedded = embed_tokens(input_ids, positions, self._embedding, next_norm=first_norm)
         run_layers(decoder, *embedded, positions, self._attention)
 
 
