@@ -35,6 +35,47 @@ def shapes_of_fields(source: str) -> list[int]:
     ]
 
 
+def returned_nones(source: str) -> list[int]:
+    """Return the lines where a jitted function returns a tuple of names of which one begins as None."""
+    lines = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or "triton.jit" not in map(
+            ast.unparse, function.decorator_list
+        ):
+            continue
+        nones: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                pairs = zip(node.targets[0].elts, getattr(node.value, "elts", ()), strict=False)
+                nones.update(ast.unparse(name) for name, value in pairs if ast.unparse(value) == "None")
+            elif isinstance(node, ast.Assign) and ast.unparse(node.value) == "None":
+                nones.update(map(ast.unparse, node.targets))
+        returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+        lines += [
+            node.lineno
+            for node in returns
+            if isinstance(node.value, ast.Tuple) and {"None", *nones} & {*map(ast.unparse, node.value.elts)}
+        ]
+    return lines
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
+def test_no_kernel_returns_none_in_a_tuple(path: Path) -> None:
+    found = returned_nones(path.read_text())
+    assert found == [], (
+        "Triton 3.6 raises TypeError: cannot convert None of type <class 'NoneType'> to tensor"
+    )
+
+
+@pytest.mark.parametrize("nones", ["b = None", "b, c = None, 1", "c = 1"])
+def test_returned_nones_are_found(nones: str) -> None:
+    value = "None" if nones == "c = 1" else "b"
+    source = f"@triton.jit\ndef f(a):\n    {nones}\n    return a, {value}\n"
+    assert returned_nones(source) == [4]
+    assert returned_nones(source.replace("@triton.jit\n", "")) == []
+    assert returned_nones("@triton.jit\ndef f(a):\n    b = None\n    return a\n") == []
+
+
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
 def test_no_kernel_takes_the_shape_of_zeros_from_a_tuple(path: Path) -> None:
     found = shapes_of_fields(path.read_text())

@@ -258,38 +258,12 @@ def _multiply(
 
 
 @triton.jit
-def _load_vectors(
-    bias_ptr,
-    column_sum_ptr,
-    x_scale_ptr,
-    after,
-    columns,
-    in_columns,
-    out_columns,
-    in_out,
-    BIAS: tl.constexpr,
-    CENTRE: tl.constexpr,
-):
-    """Return what is constant beside the weights, each None where there is none: bias, column sums, the scale that
-    ``x`` was divided by, and the weight of the norm after the product.
-    """
-    bias, column_sum, scale, next_weight = None, None, None, None
-    if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
-    if CENTRE:
-        column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
-    if x_scale_ptr is not None:
-        scale = tl.load(x_scale_ptr)
-    if after.weight is not None:
-        next_weight = load_norm_weight(after, out_columns, in_out)
-    return bias, column_sum, scale, next_weight
-
-
-@triton.jit
 def _finish(
     acc,
     moments,  # sums of x and of its squares, with NORM
-    vectors,  # see _load_vectors
+    column_sum,  # with CENTRE
+    bias,  # with BIAS
+    scale,  # that x was divided by, or None
     residual,  # with RESIDUAL
     eps,
     K: tl.constexpr,
@@ -301,7 +275,6 @@ def _finish(
     RESIDUAL: tl.constexpr,
 ):
     """Return what becomes of a tile's products, in float32."""
-    bias, column_sum, scale = vectors[0], vectors[1], vectors[2]
     if NORM:
         row_squares = tl.sum(moments[1], 1)
         if CENTRE:
@@ -387,7 +360,8 @@ def small_batch_linear_kernel(
     begin = part * DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    x, weight, residual, moments = None, None, None, None
+    x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
+    x_scale, next_weight = None, None
     # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
@@ -399,9 +373,14 @@ def small_batch_linear_kernel(
         lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
         known = tl.minimum(columns, num_columns - 1).to(tl.int64)
         _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
-    vectors = _load_vectors(
-        bias_ptr, column_sum_ptr, x_scale_ptr, after, columns, in_columns, out_columns, in_out, BIAS, CENTRE
-    )
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+    if CENTRE:
+        column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
+    if x_scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr)
+    if after.weight is not None:
+        next_weight = load_norm_weight(after, out_columns, in_out)
     if PDL:
         # Everything below reads or overwrites what earlier kernels made or read.
         tl.extra.cuda.gdc_wait()
@@ -426,12 +405,14 @@ def small_batch_linear_kernel(
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
-        answer = _finish(acc, moments, vectors, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL)
+        answer = _finish(
+            acc, moments, column_sum, bias, x_scale, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL
+        )  # fmt: skip
         result = answer.to(out_ptr.dtype.element_ty)
         if OUT_PARTS > 0:
             store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
         if after.weight is not None:
-            scaled = (result.to(tl.float32) * vectors[3][None, :]).to(result.dtype)
+            scaled = (result.to(tl.float32) * next_weight[None, :]).to(result.dtype)
             tl.store(after.scaled + wide_rows[:, None] * width + out_columns[None, :], scaled, mask=inside)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
