@@ -26,6 +26,8 @@ UNSET_BEYOND = 64
 Addresses in these count only where memory is in use."""
 WORKSPACE_BYTES = (32 << 20, (2 * 4096 + 8 * 16) << 10)
 """Of cuBLAS, as torch allocates them on Hopper and on other GPUs."""
+MAX_GAP = 1 << 40
+"""Bytes between two addresses of torch's memory beyond which what lies between is taken for numbers."""
 _POINTER_TABLES = ("_ptrs", ".layout")
 """Names of listed tensors that hold addresses themselves."""
 
@@ -120,14 +122,19 @@ class _Memory:
         self._known = sorted(known)
         # A range may end behind the next one's beginning.
         self._ends = list(itertools.accumulate((sum(each) for each in self._known), max))
-        on_device = [(each["address"], each["address"] + each["total_size"]) for each in segments]
-        self._window = min(start for start, _ in on_device), max(end for _, end in on_device)
+        # Beside sleep mode torch's memory lies in several places, with room for any two numbers between them.
+        self._windows: list[tuple[int, int]] = []
+        for each in sorted(segments, key=lambda each: each["address"]):
+            start, end = each["address"], each["address"] + each["total_size"]
+            if self._windows and start - self._windows[-1][1] < MAX_GAP:
+                start = self._windows.pop()[0]
+            self._windows.append((start, end))
 
     def is_address(self, word: int) -> bool:
         """Whether a word lies where torch's memory lies, or is an address that CUDA knows."""
         if word < 1 << 32:
             return False
-        return self._window[0] <= word < self._window[1] or _is_of_cuda(word)
+        return any(start <= word < end for start, end in self._windows) or _is_of_cuda(word)
 
     def is_known(self, address: int) -> bool:
         index = bisect.bisect_right(self._known, (address, 1 << 62)) - 1
