@@ -24,7 +24,13 @@ from rose_backend.server.answer_parsers import (
     PlainParser,
     ReasoningParser,
 )
-from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
+from rose_backend.server.answers import (
+    MAKE_CALL_ID,
+    AnswerOptions,
+    ChatAnswer,
+    CompletionAnswer,
+    make_call_id,
+)
 from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer, generate
@@ -165,6 +171,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         parser=parser,
         max_calls=1 if body.parallel_tool_calls is False else None,
         shows_reasoning=body.include_reasoning is not False,
+        make_call_id=MAKE_CALL_ID.get(service.settings.tool_call_parser, make_call_id),
     )
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
