@@ -28,6 +28,7 @@ from rose_backend.server.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
+    TokenizeRequest,
 )
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
@@ -36,6 +37,7 @@ REQUESTS = "requests"
 ROUTES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/tokenize": TokenizeRequest,
 }
 SECTION = re.compile(r"(<!-- options: (?P<name>.+?) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 

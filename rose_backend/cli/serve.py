@@ -37,7 +37,8 @@ _SERVER_HELP = {
     "chat_template": "Jinja template to use instead of the model's",
     "enable_auto_tool_choice": "let the model choose whether to call a request's tools; needs --tool-call-parser "
     "(default: off)",
-    "tool_call_parser": "how the model writes calls of tools: hermes is for Hermes and Qwen models",
+    "tool_call_parser": "how the model writes calls of tools: hermes is for Hermes and Qwen models, llama3_json for "
+    "Llama 3 and 4, mistral for Mistral models",
     "reasoning_parser": "how the model writes reasoning, which answers then have apart from their content: qwen3 or "
     "deepseek_r1, both up to </think> (default: as content)",
     # What one client may ask of the server, most of it checked before its key.

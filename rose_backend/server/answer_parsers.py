@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 _END_OF_REASONING = "</think>"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -65,21 +65,31 @@ class _CallReader:
     Args:
         call: its number.
         arguments: names of the field with the arguments.
+        name: what is called, where the text is the value of the arguments alone.
+        is_lenient: arguments may also be a string with JSON inside, which is passed on when it is complete, or null or
+            missing, which is an empty object.
     """
 
-    def __init__(self, call: int, arguments: frozenset[str]) -> None:
+    def __init__(
+        self, call: int, arguments: frozenset[str], *, name: str | None = None, is_lenient: bool = False
+    ) -> None:
         self._call = call
         self._argument_names = arguments
+        self._is_lenient = is_lenient
+        self._is_value_alone = name is not None
         self._place = _Place.START
         self._depth = 0
         self._is_escaped = False
         self._is_key = False
         self._key = ""
         self._string: list[str] = []
-        self._name: str | None = None
+        """Of a key, a name, or arguments that are passed on when they are complete."""
+        self._name = name
         self._has_arguments = False
         self._takes_value = False
         """The present value is that of the arguments."""
+        self._is_collected = False
+        """It is passed on when it is complete."""
         self._held: list[str] = []
         """Arguments that no part has yet."""
         self.raw: list[str] = []
@@ -87,19 +97,34 @@ class _CallReader:
         self.has_begun = False
         """Name and first character of the arguments were there."""
         self.is_open = True
+        self.is_complete = False
+        """Closed as an object is."""
+        if name is not None:
+            (self._key,) = arguments
+            self._place = _Place.VALUE
 
     def read(self, text: str, at: int, parts: list[Part]) -> int:
         """Read on from ``text[at]``, add to ``parts``, and return the place of the first character left over."""
+        start = at
         while self.is_open and at < len(text):
-            end = self._step(text, at, parts)
-            if not self.has_begun:
-                self.raw.append(text[at:end])
-            at = end
+            at = self._step(text, at, parts)
+        if not self.has_begun:
+            self.raw.append(text[start:at])
+        self._pass_on(parts)
+        return at
+
+    def end(self, parts: list[Part]) -> None:
+        """Add the start of arguments that will not be completed, as it was written."""
+        if self._is_collected:
+            start = '"' if self._place is _Place.STRING else ""
+            self._held += [start, *self._string]
+        self._pass_on(parts)
+
+    def _pass_on(self, parts: list[Part]) -> None:
         if self.has_begun and self._held:
             # One part, of pieces as short as a bracket.
             parts.append(Part("arguments", "".join(self._held), self._call))
             self._held.clear()
-        return at
 
     def _step(self, text: str, at: int, parts: list[Part]) -> int:
         place = self._place
@@ -127,6 +152,11 @@ class _CallReader:
         else:
             # The end of the object, or a character that is not allowed here.
             self.is_open = False
+            self.is_complete = mark == "}" and place in (_Place.KEY, _Place.COMMA)
+            if self.is_complete and self._is_lenient and self._name and not self._has_arguments:
+                self._has_arguments = True
+                self._held.append("{}")
+                self._begin(parts)
 
     def _begin_value(self, mark: str, parts: list[Part]) -> None:
         self._is_key = False
@@ -145,17 +175,31 @@ class _CallReader:
         if self._takes_value:
             self._has_arguments = True
             self._begin(parts)
-            if self._place is not _Place.SCALAR:
+            self._is_collected = self._is_lenient and self._place is not _Place.NESTED
+            if self._is_collected:
+                self._string.clear()
+            elif self._place is not _Place.SCALAR:
                 self._held.append(mark)
+
+    def _end_collected(self) -> None:
+        self._is_collected = False
+        value = "".join(self._string)
+        if self._place is _Place.SCALAR:
+            self._held.append("{}" if value == "null" else value)
+            return
+        text = _decoded(value[:-1])
+        self._held.append(f'"{value}' if text is None else text)
 
     def _read_string(self, text: str, at: int, parts: list[Part]) -> int:
         end, is_over = self._string_end(text, at)
-        if self._takes_value and not self._is_key:
-            self._held.append(text[at:end])
-        elif self._is_key or self._key == "name":
+        if self._is_key or self._key == "name" or self._is_collected:
             self._string.append(text[at:end])
+        elif self._takes_value:
+            self._held.append(text[at:end])
         if not is_over:
             return end
+        if self._is_collected:
+            self._end_collected()
         whole = "".join(self._string)[:-1]
         if self._is_key:
             self._key, self._place = whole, _Place.COLON
@@ -187,10 +231,15 @@ class _CallReader:
                 else:
                     self._depth += 1 if mark in "{[" else -1
                     is_over = not self._depth
-        if self._takes_value:
+        if self._is_collected:
+            self._string.append(text[at:end])
+            if is_over:
+                self._end_collected()
+        elif self._takes_value:
             self._held.append(text[at:end])
         if is_over:
             self._place, self._takes_value = _Place.COMMA, False
+            self.is_open = not self._is_value_alone
         return end
 
     def _string_end(self, text: str, at: int) -> tuple[int, bool]:
@@ -219,64 +268,214 @@ _NEXT: Mapping[tuple[_Place, str], _Place] = {
 }
 
 
-class HermesParser(AnswerParser):
-    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, of Hermes and Qwen models.
-
-    As in vLLM, text before the first call is content, other text around calls is left out. What follows a mark and is
-    no call is content, the mark included.
+class _ToolCallParser(AnswerParser):
+    """Looks for calls behind marks. As in vLLM, text before the first call is content, other text around calls is left
+    out. What follows a mark and is no call is content, the mark included.
     """
 
-    _MARK = "<tool_call>"
+    _MARK: ClassVar[str]
     _ARGUMENTS = frozenset({"arguments"})
+    _drops_blank: ClassVar[bool] = True
+    """Leave out white space that is all there is before the first call, as vLLM does for most formats."""
 
     def __init__(self) -> None:
         self._held = ""
+        """Text that more text may make a mark, or the start of a call."""
+        self._raw: list[str] = []
+        """What follows a mark, the mark included, and is no call yet."""
+        self._is_behind_mark = False
         self._reader: _CallReader | None = None
         self._num_calls = 0
         self._keeps_text = True
+        self._is_blank = self._drops_blank
+        """There was nothing but white space."""
+        self._blank: list[str] = []
 
     def feed(self, text: str) -> list[Part]:
         """Return what more text has made certain."""
         parts: list[Part] = []
         text, self._held, at = self._held + text, "", 0
         while at < len(text):
-            if self._reader is None:
-                at = self._read_text(text, at, parts)
-            else:
+            if self._reader is not None:
                 at = self._reader.read(text, at, parts)
                 if not self._reader.is_open:
                     self._end_call(self._reader, parts)
+            elif self._is_behind_mark:
+                at = self._read_start(text, at, parts)
+            else:
+                at = self._read_text(text, at, parts)
         return parts
 
     def end(self) -> list[Part]:
         """Return what was held back."""
         parts: list[Part] = []
         if self._reader is not None:
+            self._reader.end(parts)
             self._end_call(self._reader, parts)
+        self._refuse(parts)
         self._add_content(self._held, parts)
-        self._held = ""
+        parts += [Part("content", text) for text in self._blank]
+        self._held, self._blank = "", []
         return parts
 
     def _read_text(self, text: str, at: int, parts: list[Part]) -> int:
+        """Read on from ``text[at]``, behind no mark, and return the place of the first character left over."""
         start = text.find(self._MARK, at)
-        if start >= 0:
+        if start < 0:
+            start = len(text) - num_begun(text[at:], self._MARK)
             self._add_content(text[at:start], parts)
-            self._reader = _CallReader(self._num_calls, self._ARGUMENTS)
-            return start + len(self._MARK)
-        end = max(at, len(text) - num_begun(text[at:], self._MARK))
-        self._add_content(text[at:end], parts)
-        self._held = text[end:]
-        return len(text)
+            self._held = text[start:]
+            return len(text)
+        self._add_content(text[at:start], parts)
+        self._raw.append(self._MARK)
+        self._is_behind_mark = True
+        return start + len(self._MARK)
+
+    @abstractmethod
+    def _read_start(self, text: str, at: int, parts: list[Part]) -> int:
+        """Do the same behind a mark, up to where a call may begin."""
 
     def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
-        self._reader, self._keeps_text = None, not reader.has_begun
-        self._num_calls += reader.has_begun
-        if not reader.has_begun:
-            self._add_content("".join([self._MARK, *reader.raw]), parts)
+        self._reader = None
+        if reader.has_begun:
+            self._num_calls += 1
+            self._keeps_text = self._is_blank = False
+            self._raw, self._blank = [], []
+        else:
+            self._raw += reader.raw
+
+    def _refuse(self, parts: list[Part]) -> None:
+        """Let what follows a mark be content, if there is anything, and look for the next mark."""
+        self._is_behind_mark = False
+        if self._raw:
+            self._keeps_text = True
+            self._add_content("".join(self._raw), parts)
+            self._raw.clear()
 
     def _add_content(self, text: str, parts: list[Part]) -> None:
-        if text and self._keeps_text:
-            parts.append(Part("content", text))
+        if not text or not self._keeps_text:
+            return
+        if self._is_blank and text.isspace():
+            self._blank.append(text)
+            return
+        parts += [Part("content", blank) for blank in self._blank]
+        parts.append(Part("content", text))
+        self._is_blank, self._blank = False, []
+
+
+class HermesParser(_ToolCallParser):
+    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, of Hermes and Qwen models."""
+
+    _MARK = "<tool_call>"
+    _drops_blank = False
+
+    def _read_start(self, text: str, at: int, parts: list[Part]) -> int:
+        self._reader = _CallReader(self._num_calls, self._ARGUMENTS)
+        return at
+
+    def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
+        super()._end_call(reader, parts)
+        self._refuse(parts)
+
+
+class Llama3JsonParser(_ToolCallParser):
+    """``{"name": ..., "parameters": ...}``, behind ``<|python_tag|>`` or not, of Llama models.
+
+    As in vLLM, any ``{`` may begin a call; one that begins none ends the search.
+    """
+
+    _MARK = "<|python_tag|>"
+    _START = re.compile(r"\{|<\|python_tag\|>")
+    _ARGUMENTS = frozenset({"arguments", "parameters"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = False
+
+    def _read_text(self, text: str, at: int, parts: list[Part]) -> int:
+        if self._is_over:
+            self._add_content(text[at:], parts)
+            return len(text)
+        found = self._START.search(text, at)
+        if found is None or found[0] == self._MARK:
+            return super()._read_text(text, at, parts)
+        self._add_content(text[at : found.start()], parts)
+        return self._read_start(text, found.start(), parts)
+
+    def _read_start(self, text: str, at: int, parts: list[Part]) -> int:
+        end = _end(_SPACE, text, at)
+        self._raw.append(text[at:end])
+        if text[end : end + 1] == "{":
+            self._reader = _CallReader(self._num_calls, self._ARGUMENTS)
+        elif end < len(text):
+            self._refuse(parts)
+        return end
+
+    def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
+        super()._end_call(reader, parts)
+        self._is_over = not reader.has_begun
+        self._refuse(parts)
+
+
+class MistralParser(_ToolCallParser):
+    """``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]`` of older Mistral models, ``[TOOL_CALLS]name{...}`` and
+    ``[TOOL_CALLS]name[ARGS]{...}`` of newer ones.
+    """
+
+    _MARK = "[TOOL_CALLS]"
+    _MARKS = ("[CALL_ID]", "[ARGS]")
+    _START = re.compile(
+        r"\s*(?:(?P<list>\[)\s*|(?P<name>[^\s\[\]{}\"]{1,256})\s*(?:\[CALL_ID]\w+)?(?:\[ARGS]\s*)?)?(?={)"
+    )
+    _START_BEGUN = re.compile(r"\s*(?:\[\s*|[^\s\[\]{}\"]{1,256}\s*(?:\[CALL_ID]\w*)?(?:\[ARGS]\s*)?)?")
+    _NEXT = re.compile(r"\s*(?:(?P<end>])|,\s*(?={))")
+    _NEXT_BEGUN = re.compile(r"\s*(?:,\s*)?")
+    _MAX_LENGTH = 512
+    """Characters before a call of which none may be passed on yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_list = False
+        self._num_before = 0
+        """Calls before the list."""
+
+    def _read_start(self, text: str, at: int, parts: list[Part]) -> int:
+        found = (self._NEXT if self._is_list else self._START).match(text, at, at + self._MAX_LENGTH)
+        if found is None:
+            return self._wait_for_start(text, at, parts)
+        self._raw.append(found[0])
+        fields = found.groupdict()
+        if fields.get("end"):
+            if self._num_calls > self._num_before:
+                self._raw.clear()
+            self._refuse(parts)
+        else:
+            if fields.get("list"):
+                self._is_list, self._num_before = True, self._num_calls
+            self._reader = _CallReader(
+                self._num_calls, self._ARGUMENTS, name=fields.get("name"), is_lenient=True
+            )
+        return found.end()
+
+    def _wait_for_start(self, text: str, at: int, parts: list[Part]) -> int:
+        start = text[at : at + self._MAX_LENGTH]
+        whole = start[: len(start) - max(num_begun(start, mark) for mark in self._MARKS)]
+        begun = self._NEXT_BEGUN if self._is_list else self._START_BEGUN
+        if len(start) < self._MAX_LENGTH and begun.fullmatch(start if self._is_list else whole):
+            self._held = start
+            return len(text)
+        self._refuse(parts)
+        return at
+
+    def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
+        super()._end_call(reader, parts)
+        if self._is_list and (reader.has_begun or reader.is_complete):
+            return
+        self._refuse(parts)
+
+    def _refuse(self, parts: list[Part]) -> None:
+        super()._refuse(parts)
+        self._is_list = False
 
 
 class PlainParser(AnswerParser):
@@ -355,10 +554,15 @@ def _decoded(inside: str) -> str | None:
     """Return the text of a JSON string without its quotation marks; None if it is not valid."""
     try:
         text: str = json.loads(f'"{inside}"')
+        text.encode()  # half a surrogate pair is no text
     except ValueError:
         return None
     return text
 
 
-MAKE_TOOL_CALL_PARSER: Mapping[str, Callable[[], AnswerParser]] = {"hermes": HermesParser}
+MAKE_TOOL_CALL_PARSER: Mapping[str, Callable[[], AnswerParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
 """Of ``settings.TOOL_CALL_PARSERS``."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 _POSITIONS_AT_ONCE = 64
 """Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
-_PARSED_AT_ONCE = 1 << 14
+_PARSED_AT_ONCE = 1 << 12
 """Characters of an answer that are parsed in a few milliseconds, whatever they are."""
 _IDS_AT_ONCE = 4096
 """Token ids that are written in less than a millisecond."""
@@ -41,10 +42,26 @@ _CHARACTERS_AT_ONCE = 1 << 16
 """Characters of an answer, about as many as that gives."""
 
 
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
+
 Usage: TypeAlias = dict[str, Any]
 """Token counts as OpenAI's object."""
 JsonLists: TypeAlias = dict[str, list[str]]
 """Lists by name; each item is the inside of a list in JSON, a part of the whole."""
+
+
+def make_call_id() -> str:
+    """Return a random id of a call, as vLLM makes most of them."""
+    return f"chatcmpl-tool-{secrets.token_hex(16)}"
+
+
+def _make_mistral_call_id() -> str:
+    """Return a random id of nine letters and digits, the only ones that chat templates of Mistral's models take."""
+    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(9))
+
+
+MAKE_CALL_ID: Mapping[str | None, Callable[[], str]] = {"mistral": _make_mistral_call_id}
+"""Of ``settings.TOOL_CALL_PARSERS`` whose models need others than ``make_call_id``'s."""
 
 
 class AnswerOptions(NamedTuple):
@@ -124,7 +141,7 @@ class Answer(ABC):
                 self._started.add(index)
                 yield from self._opening(index)
             if self._make_parser is not None:
-                yield from self._parse(index, completion)
+                yield from self._parsed_event_text(index, completion)
             text, end = self._event_text(index, completion, is_first), self._event_end(index, completion)
             if completion.logprobs is None:
                 yield f'{text},"logprobs":null'
@@ -177,6 +194,10 @@ class Answer(ABC):
     def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
         """Return the start of the event for what is new in one completion, up to its text."""
 
+    def _parsed_event_text(self, index: int, completion: CompletionOutput) -> Iterator[str]:
+        """Yield the same in pieces, where a parser takes the text apart; ``_event_text`` is then the rest of it."""
+        yield from ()
+
     def _answer_ids(self) -> Iterator[str]:
         """Yield the field with the prompt's token ids, where an answer has one for all completions."""
         yield from ()
@@ -205,10 +226,6 @@ class Answer(ABC):
                 parts = lists.setdefault(name, [])
                 if values:
                     parts.append(_compact(values)[1:-1])
-
-    def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
-        """Prepare what is new in one completion; yields after each piece of work."""
-        yield from ()
 
     def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         return completion.finish_reason
@@ -305,6 +322,7 @@ class ChatAnswer(Answer):
         parser: makes one for each completion; None where all text is content.
         max_calls: of tools, later ones are left out; None: all are there.
         shows_reasoning: False leaves it out.
+        make_call_id: returns the id of one more call.
     """
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
@@ -318,13 +336,14 @@ class ChatAnswer(Answer):
         parser: Callable[[], AnswerParser] | None = None,
         max_calls: int | None = None,
         shows_reasoning: bool = True,
+        make_call_id: Callable[[], str] = make_call_id,
     ) -> None:
         super().__init__(options)
         self._make_parser = parser
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
+        self._make_call_id = make_call_id
         self._parsers: dict[int, AnswerParser] = {}
-        self._parts: dict[int, list[Part]] = {}
         self._callers: set[int] = set()
         self._token_bytes = token_bytes
         self._num_top_logprobs = num_top_logprobs
@@ -346,36 +365,44 @@ class ChatAnswer(Answer):
         yield "]"
 
     def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
-        if self._make_parser is None:
-            return f'{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
-        return f'{self._prefix}{index},"delta":{_delta(self._parts.pop(index))}'
+        if self._make_parser is not None:
+            return ""
+        return f'{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
+
+    def _parsed_event_text(self, index: int, completion: CompletionOutput) -> Iterator[str]:
+        new = _Joined()
+        yield from self._parse(index, completion, new)
+        yield f'{self._prefix}{index},"delta":'
+        yield from _delta(new, self._make_call_id)
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         yield '"message":{"role":"assistant","content":'
         if self._make_parser is None:
             yield from _quoted_text(completion.text)
         else:
-            index = prompt_index * self._n + completion.index
-            yield from self._parse(index, completion)
-            yield from _message(self._parts.pop(index))
+            whole = _Joined()
+            yield from self._parse(prompt_index * self._n + completion.index, completion, whole)
+            yield from _message(whole, self._make_call_id)
         yield "}"
 
-    def _parse(self, index: int, completion: CompletionOutput) -> Iterator[str]:
+    def _parse(self, index: int, completion: CompletionOutput, joined: _Joined) -> Iterator[str]:
+        """Add what is new in one completion to ``joined``; yields after each piece of work."""
         assert self._make_parser is not None, "answers without a parser are not parsed"
         parser = self._parsers.setdefault(index, self._make_parser())
-        parts = self._parts[index] = []
         for first in range(0, len(completion.text), _PARSED_AT_ONCE):
             if first:
                 yield _PAUSE
-            parts += parser.feed(completion.text[first : first + _PARSED_AT_ONCE])
+            self._add(index, parser.feed(completion.text[first : first + _PARSED_AT_ONCE]), joined)
         if completion.finished:
-            parts += parser.end()
-        if any(part.kind == "name" for part in parts):
-            self._callers.add(index)
-        if self._max_calls is not None:
-            parts[:] = [part for part in parts if part.call < self._max_calls]
-        if not self._shows_reasoning:
-            parts[:] = [part for part in parts if part.kind != "reasoning"]
+            self._add(index, parser.end(), joined)
+
+    def _add(self, index: int, parts: list[Part], joined: _Joined) -> None:
+        for part in parts:
+            if part.kind == "name":
+                self._callers.add(index)
+            is_late = self._max_calls is not None and part.call >= self._max_calls
+            if not is_late and (self._shows_reasoning or part.kind != "reasoning"):
+                joined.add(part)
 
     def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         # As OpenAI does: an answer that was cut off may have calls, too.
@@ -395,59 +422,59 @@ class ChatAnswer(Answer):
         return {"token": self._name(token_id, entry), "logprob": json_logprob(entry.logprob), "bytes": data}
 
 
-class _Joined(NamedTuple):
+class _Call(NamedTuple):
+    """What is new in one call."""
+
+    name: str | None
+    """None where it came earlier."""
+    arguments: list[str]
+
+
+class _Joined:
     """Parts of an answer, put together."""
 
-    content: str
-    reasoning: str
-    calls: dict[int, tuple[str | None, str]]
-    """Name and arguments by number; the name is None where it came earlier."""
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self.calls: dict[int, _Call] = {}
+        """By number."""
 
-
-def _joined(parts: list[Part]) -> _Joined:
-    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
-    names: dict[int, str] = {}
-    arguments: dict[int, list[str]] = {}
-    for kind, text, call in parts:
+    def add(self, part: Part) -> None:
+        """Add the next part."""
+        kind, text, call = part
         if kind == "name":
-            names[call] = text
-            arguments[call] = []
+            self.calls[call] = _Call(text, [])
         elif kind == "arguments":
-            arguments.setdefault(call, []).append(text)
+            self.calls.setdefault(call, _Call(None, [])).arguments.append(text)
         else:
-            texts[kind].append(text)
-    calls = {call: (names.get(call), "".join(pieces)) for call, pieces in arguments.items()}
-    return _Joined("".join(texts["content"]), "".join(texts["reasoning"]), calls)
+            self._texts[kind].append(text)
+
+    def text(self, kind: Literal["content", "reasoning"]) -> str:
+        """Return all text of one kind."""
+        return "".join(self._texts[kind])
 
 
-def _call_start(name: str) -> str:
-    return (
-        f'"id":"chatcmpl-tool-{secrets.token_hex(16)}","type":"function","function":{{"name":{_quoted(name)},'
-    )
-
-
-def _delta(parts: list[Part]) -> str:
-    content, reasoning, calls = _joined(parts)
+def _delta(new: _Joined, make_call_id: Callable[[], str]) -> Iterator[str]:
+    """Yield the delta of one event."""
+    content, reasoning = new.text("content"), new.text("reasoning")
     fields = [f'"content":{_quoted(content)}'] if content else []
     if reasoning:
         quoted = _quoted(reasoning)
         fields.append(f'"reasoning":{quoted},"reasoning_content":{quoted}')
-    items = [
-        f'{{"index":{call},{_FUNCTION if name is None else _call_start(name)}"arguments":{_quoted(text)}}}}}'
-        for call, (name, text) in calls.items()
-    ]
-    if items:
-        fields.append(f'"tool_calls":[{",".join(items)}]')
-    return f"{{{','.join(fields)}}}"
+    if new.calls:
+        fields.append('"tool_calls":[')
+    yield "{" + ",".join(fields)
+    separator = ""
+    for number, call in new.calls.items():
+        start = '"function":{' if call.name is None else _call_start(call.name, make_call_id)
+        yield f'{separator}{{"index":{number},{start}"arguments":{_quoted("".join(call.arguments))}}}}}'
+        separator = ","
+    yield "]}" if new.calls else "}"
 
 
-_FUNCTION = '"function":{'
-
-
-def _message(parts: list[Part]) -> Iterator[str]:
+def _message(whole: _Joined, make_call_id: Callable[[], str]) -> Iterator[str]:
     """Yield the fields of a whole answer, from the value of its content on."""
-    content, reasoning, calls = _joined(parts)
-    if content or not (calls or reasoning):
+    content, reasoning = whole.text("content"), whole.text("reasoning")
+    if content or not (whole.calls or reasoning):
         yield from _quoted_text(content)
     else:
         yield "null"
@@ -455,14 +482,18 @@ def _message(parts: list[Part]) -> Iterator[str]:
         yield f',"{name}":'
         yield from _quoted_text(reasoning)
     separator = ',"tool_calls":[{'
-    for function, text in calls.values():
-        assert function is not None, "a whole answer has the names of its calls"
-        yield f'{separator}{_call_start(function)}"arguments":'
-        yield from _quoted_text(text)
+    for call in whole.calls.values():
+        assert call.name is not None, "a whole answer has the names of its calls"
+        yield f'{separator}{_call_start(call.name, make_call_id)}"arguments":'
+        yield from _quoted_text("".join(call.arguments))
         yield "}}"
         separator = ",{"
-    if calls:
+    if whole.calls:
         yield "]"
+
+
+def _call_start(name: str, make_call_id: Callable[[], str]) -> str:
+    return f'"id":"{make_call_id()}","type":"function","function":{{"name":{_quoted(name)},'
 
 
 _PAUSE = ""

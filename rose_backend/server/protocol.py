@@ -396,34 +396,18 @@ class Tool(BaseModel):
         return {"type": self.type, "function": fields}
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/chat/completions``."""
+class ConversationRequest(Body):
+    """Fields of both routes that render a conversation, beside its messages."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Int | None = in_range("max_tokens")
-    """Counts instead of ``max_tokens`` where both are given."""
-    logprobs: bool | None = None
-    top_logprobs: Int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    """Whether the model may call tools; auto if there are any."""
-    parallel_tool_calls: bool | None = None
-    """False leaves out all calls but the first."""
-
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as enable_thinking."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template; also sets enable_thinking, unless chat_template_kwargs has it."""
-    include_reasoning: bool | None = None
-    """False leaves reasoning out of the answer."""
     continue_final_message: bool | None = None
     """Let the answer go on with the last message, which the prompt then ends with."""
-
-    _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
-    _adds_special_tokens = False
-    _limit_names = ("max_completion_tokens", "max_tokens")
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables that the request sets in the chat template.
@@ -442,17 +426,46 @@ class ChatCompletionRequest(GenerationRequest):
             variables.setdefault("enable_thinking", self.reasoning_effort != "none")
         return variables
 
+    def adds_generation_prompt(self) -> bool:
+        """Return whether the prompt ends with the start of an answer.
+
+        Raises:
+            RequestError: it is to end with the last message, too.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(
+                "continue_final_message",
+                "got true together with add_generation_prompt, allowed is one of them",
+            )
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Int | None = in_range("max_tokens")
+    """Counts instead of ``max_tokens`` where both are given."""
+    logprobs: bool | None = None
+    top_logprobs: Int | None = in_range("logprobs")
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    """Whether the model may call tools; auto if there are any."""
+    parallel_tool_calls: bool | None = None
+    """False leaves out all calls but the first."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning out of the answer."""
+
+    _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
+    _adds_special_tokens = False
+    _limit_names = ("max_completion_tokens", "max_tokens")
+
     @property
     def parses_tool_calls(self) -> bool:
         """Whether calls of tools are looked for in the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def _route_params(self) -> dict[str, Any]:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refused(
-                "continue_final_message",
-                "got true together with add_generation_prompt, allowed is one of them",
-            )
         if self.tool_choice == "auto" and not self.tools:
             raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
         if self.top_logprobs and not self.logprobs:
@@ -468,19 +481,23 @@ class ChatCompletionRequest(GenerationRequest):
         }
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ConversationRequest):
     """Body of ``POST /tokenize``: a prompt or a conversation."""
 
     prompt: str | None = None
     messages: Annotated[
         list[ChatMessage] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)
     ] = None
-    add_generation_prompt: bool | None = None
-    """Whether a conversation ends with the start of the assistant's answer; true unless given."""
     add_special_tokens: bool | None = None
     """As in completions and in chat completions."""
     return_token_strs: bool | None = None
     """Return the tokens as the vocabulary writes them, too."""
+
+    def check_prompt_fields(self) -> None:
+        """Raise RequestError if a field has no meaning with a prompt."""
+        for name in ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
+            if getattr(self, name) not in NOT_SUPPORTED[name]:
+                raise refused(name, "got it with a prompt, allowed with messages only")
 
 
 class DetokenizeRequest(Body):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import reprlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -17,14 +18,20 @@ from starlette.responses import Response
 
 from rose_backend import __version__
 from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
-from rose_backend.errors import EngineStalledError
+from rose_backend.errors import EngineStalledError, RequestError
 from rose_backend.server.answer_parsers import (
     MAKE_TOOL_CALL_PARSER,
     AnswerParser,
     PlainParser,
     ReasoningParser,
 )
-from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
+from rose_backend.server.answers import (
+    MAKE_CALL_ID,
+    AnswerOptions,
+    ChatAnswer,
+    CompletionAnswer,
+    make_call_id,
+)
 from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer, generate
@@ -33,8 +40,10 @@ from rose_backend.server.protocol import (
     Body,
     ChatAnswerModel,
     ChatCompletionRequest,
+    ChatMessage,
     CompletionAnswerModel,
     CompletionRequest,
+    ConversationRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
     GenerationRequest,
@@ -114,47 +123,19 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
     options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
-    max_length = max_text_length(processor)
-    if options.truncate_prompt_tokens is not None:
-        max_length = max(max_length, service.settings.max_body_bytes)
-    template = service.chat_template
-    template.check_available()
-    messages = plain_messages(body.messages)
-    lengths = text_lengths(messages)
-    if options.truncate_prompt_tokens is None:
-        check_text_length("messages", sum(lengths), processor)
-    tools = [tool.for_template() for tool in body.tools or ()] or None
-    lengths.append(measure_json("tools", tools))
-    check_text_length("tools", lengths[-1], processor)
-    variables = body.template_variables()
-    lengths.append(measure_json("chat_template_kwargs", variables))
-    check_text_length("chat_template_kwargs", lengths[-1], processor)
-    continues = bool(body.continue_final_message)
-    parser = parser_of(body, service, variables, messages[-1]["content"] if continues else None)
+    truncates = options.truncate_prompt_tokens is not None
+    conversation = read_conversation(body, body.messages, service, truncates=truncates)
+    parser = parser_of(body, service, conversation)
     if body.parses_tool_calls:
         # Some models' marks of calls are special tokens.
         params = replace(params, skip_special_tokens=False)
-    adds_start = body.add_generation_prompt is not False and not continues
 
     def process() -> list[ProcessedInput]:
-        parse_arguments(messages)
-        # A template may show a text more than once.
-        text = template.render(
-            messages,
-            add_generation_prompt=adds_start,
-            max_length=max_length,
-            tools=tools,
-            variables=variables,
-            continues=continues,
-        )
-        ids = processor.encode_prompt(text, options)
-        return processor.process_all([ids], [params], namespace, options)
+        with naming("messages"):
+            ids = processor.encode_prompt(conversation.render(), options)
+            return processor.process_all([ids], [params], namespace, options)
 
-    inputs = await run_by_length(
-        sum(lengths) + _LENGTH_OF_EACH * len(lengths),
-        process,
-        None if options.truncate_prompt_tokens is None else service.long_truncation,
-    )
+    inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
     answer_from = answer_options(request, body, inputs, "chatcmpl")
     token_bytes = processor.tokenizer.token_texts.bytes_of
@@ -165,6 +146,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         parser=parser,
         max_calls=1 if body.parallel_tool_calls is False else None,
         shows_reasoning=body.include_reasoning is not False,
+        make_call_id=MAKE_CALL_ID.get(service.settings.tool_call_parser, make_call_id),
     )
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
@@ -195,33 +177,26 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         got = "nothing" if body.prompt is None else "a prompt and messages"
         raise refused("prompt", f"got {got}, allowed is either a prompt or messages")
+    conversation: Conversation | None = None
     if body.messages is None:
-        texts = [body.prompt or ""]
-        check_text_length("prompt", len(texts[0]), processor)
+        body.check_prompt_fields()
+        check_text_length("prompt", len(body.prompt or ""), processor)
     else:
-        service.chat_template.check_available()
-        messages = plain_messages(body.messages)
-        texts = [text for message in messages for text in message.values()]
-        check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
+        conversation = read_conversation(body, body.messages, service, truncates=False)
 
     def encode() -> Response:
-        text, adds = texts[0], body.add_special_tokens
-        if body.messages is not None:
-            adds_start = body.add_generation_prompt is not False
-            max_length = max_text_length(processor)
-            text = service.chat_template.render(
-                messages, add_generation_prompt=adds_start, max_length=max_length
+        adds = body.add_special_tokens
+        with naming("messages" if conversation else "prompt"):
+            token_ids = processor.encode(
+                conversation.render() if conversation else body.prompt or "",
+                max_tokens=max(processor.max_model_len, MAX_CUT_TOKENS),
+                add_special_tokens=conversation is None if adds is None else adds,
             )
-        token_ids = processor.encode(
-            text,
-            max_tokens=max(processor.max_model_len, MAX_CUT_TOKENS),
-            add_special_tokens=body.messages is None if adds is None else adds,
-        )
         strs = processor.tokenizer.token_strs if body.return_token_strs else None
         counts = {"count": len(token_ids), "max_model_len": processor.max_model_len}
         return _json_with_ids(counts, token_ids, strs)
 
-    return await run_by_length(length_of(texts) if body.messages else len(texts[0]), encode)
+    return await run_by_length(conversation.length if conversation else len(body.prompt or ""), encode)
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
@@ -307,14 +282,77 @@ def check_body(request: Request, body: Body) -> Service:
     return service
 
 
-def parser_of(
-    body: ChatCompletionRequest, service: Service, variables: Mapping[str, Any], start: str | None
-) -> Callable[[], AnswerParser] | None:
-    """Return what makes a parser for each answer; None where answers are content only.
+class Conversation(NamedTuple):
+    """A conversation whose lengths and fields have been checked."""
+
+    final: str
+    """Text of the last message."""
+    variables: Mapping[str, Any]
+    """Of the chat template."""
+    length: int
+    """What ``length_of`` measures."""
+    render: Callable[[], str]
+    """Returns the prompt's text; errors are those of ``ChatTemplate.render`` and ``parse_arguments``."""
+
+
+def read_conversation(
+    body: ConversationRequest, messages: list[ChatMessage], service: Service, *, truncates: bool
+) -> Conversation:
+    """Return a conversation as every route renders it.
 
     Args:
-        variables: of the chat template.
-        start: of the answer, where it goes on with a message.
+        truncates: whether the prompt may be longer than the window.
+
+    Raises:
+        RequestError: there is no template, or something is too long, or not supported.
+    """
+    processor, template = service.engine.input_processor, service.chat_template
+    adds_start = body.adds_generation_prompt()
+    max_length = max_text_length(processor)
+    if truncates:
+        max_length = max(max_length, service.settings.max_body_bytes)
+    template.check_available()
+    plain = plain_messages(messages)
+    lengths = text_lengths(plain)
+    if not truncates:
+        check_text_length("messages", sum(lengths), processor)
+    tools = [tool.for_template() for tool in body.tools or ()] or None
+    variables = body.template_variables()
+    for field, value in (("tools", tools), ("chat_template_kwargs", variables)):
+        lengths.append(measure_json(field, value))
+        check_text_length(field, lengths[-1], processor)
+
+    def render() -> str:
+        parse_arguments(plain)
+        # A template may show a text more than once.
+        return template.render(
+            plain,
+            add_generation_prompt=adds_start,
+            max_length=max_length,
+            tools=tools,
+            variables=variables,
+            continues=bool(body.continue_final_message),
+        )
+
+    length = sum(lengths) + _LENGTH_OF_EACH * len(lengths)
+    return Conversation(plain[-1]["content"], variables, length, render)
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Let refusals of a prompt name the field that it was made of."""
+    try:
+        yield
+    except RequestError as error:
+        if error.parameter != "prompt":
+            raise
+        raise refused(field, str(error).removeprefix("prompt: ")) from error
+
+
+def parser_of(
+    body: ChatCompletionRequest, service: Service, conversation: Conversation
+) -> Callable[[], AnswerParser] | None:
+    """Return what makes a parser for each answer; None where answers are content only.
 
     Raises:
         RequestError: the server was not started for what the request needs.
@@ -332,9 +370,11 @@ def parser_of(
     if settings.reasoning_parser is None:
         return make
     # As in vLLM, models in the format qwen3 reason unless they are told not to; those of deepseek_r1 always do.
-    reasons = settings.reasoning_parser != "qwen3" or bool(variables.get("enable_thinking", True))
-    if start is not None:
-        reasons = "<think>" in start and "</think>" not in start
+    reasons = settings.reasoning_parser != "qwen3" or bool(
+        conversation.variables.get("enable_thinking", True)
+    )
+    if body.continue_final_message:
+        reasons = "<think>" in conversation.final and "</think>" not in conversation.final
     if not reasons:
         return make
     make_answer = make or PlainParser

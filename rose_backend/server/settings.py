@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
-TOOL_CALL_PARSERS = ("hermes",)
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 """vLLM's names of formats in which models call tools."""
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 """vLLM's names of how models write reasoning. Answers of qwen3 have none where ``enable_thinking`` is false."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from typing import Any
 
 import hypothesis.strategies as st
@@ -47,6 +49,8 @@ def hermes(*calls: str) -> str:
 A = '{"name": "find", "arguments": {"where": "here", "deep": [1, {"x": "]}"}]}}'
 B = '{"arguments": {"b": "\\"}"}, "name": "later"}'
 FOUND_A = ("find", '{"where": "here", "deep": [1, {"x": "]}"}]}')
+P = A.replace("arguments", "parameters")
+TAG, MARK = "<|python_tag|>", "[TOOL_CALLS]"
 FOUND_B = ("later", '{"b": "\\"}"}')
 TEXTS: dict[str, list[tuple[str, Found]]] = {
     "hermes": [
@@ -83,6 +87,95 @@ TEXTS: dict[str, list[tuple[str, Found]]] = {
             hermes('{"name": "a\\"b\\\\", "arguments": {"\\\\": "\\\\"}}'),
             ("", [('a"b\\', '{"\\\\": "\\\\"}')]),
         ),
+        # Half of a surrogate pair is no text, and so no name.
+        (
+            hermes('{"name": "\\ud800", "arguments": {}}'),
+            (hermes('{"name": "\\ud800", "arguments": {}}'), []),
+        ),
+    ],
+    "llama3_json": [
+        ("", ("", [])),
+        ("No call, a < b.", ("No call, a < b.", [])),
+        (P, ("", [FOUND_A])),
+        (TAG + P, ("", [FOUND_A])),
+        (f"{TAG} \n{A}", ("", [FOUND_A])),
+        (f"{P};{B}; {P}", ("", [FOUND_A, FOUND_B, FOUND_A])),
+        (f"{P}; {TAG}{B}", ("", [FOUND_A, FOUND_B])),
+        (f"\n {P}\n", ("", [FOUND_A])),
+        (f"I look: {P} Done.", ("I look: ", [FOUND_A])),
+        (f"I look: {TAG}{P}", ("I look: ", [FOUND_A])),
+        # What is no call, and all behind it.
+        (f"{TAG}print(1)", (f"{TAG}print(1)", [])),
+        (f"{TAG} print({P})", (f"{TAG} print(", [FOUND_A])),
+        (f"{TAG}{TAG}{P}", (TAG, [FOUND_A])),
+        ("<|python_t", ("<|python_t", [])),
+        (f" {TAG} ", (f" {TAG} ", [])),
+        ('{"name": "find"}', ('{"name": "find"}', [])),
+        ('{"parameters": {}}', ('{"parameters": {}}', [])),
+        (" {}", (" {}", [])),
+        (f"A set {{1, 2}}. {P}", (f"A set {{1, 2}}. {P}", [])),
+        (f"{TAG}{{oops}} {P}", (f"{TAG}{{oops}} {P}", [])),
+        (f"{P} {{oops}} {P}", (f"{{oops}} {P}", [FOUND_A])),
+        ('{"name": {}, "parameters": {}}', ('{"name": {}, "parameters": {}}', [])),
+        # Cut off.
+        ('{"name": "find", "parameters": {"a": "b', ("", [("find", '{"a": "b')])),
+        (f'{P}; {{"name": "fi', ('{"name": "fi', [FOUND_A])),
+        # Of several fields with arguments the first one counts.
+        ('{"name": "f", "parameters": {}, "arguments": {"a": 1}}', ("", [("f", "{}")])),
+        ('{"name": "f", "parameters": {"a": NaN, "b": 1e999}}', ("", [("f", '{"a": NaN, "b": 1e999}')])),
+        ('{"type": "function", "name": "f", "parameters": "{}"}', ("", [("f", '"{}"')])),
+    ],
+    "mistral": [
+        ("", ("", [])),
+        ("No call, a[0] < b.", ("No call, a[0] < b.", [])),
+        (f"{MARK}[{A}]", ("", [FOUND_A])),
+        (f"{MARK} [ {A} , {B} ] ", ("", [FOUND_A, FOUND_B])),
+        (f"{MARK}[{A}]{MARK}[{B}]", ("", [FOUND_A, FOUND_B])),
+        (MARK + A, ("", [FOUND_A])),
+        (f"\n {MARK}[{A}]", ("", [FOUND_A])),
+        (f"I look. {MARK}[{A}] Done.", ("I look. ", [FOUND_A])),
+        (f'{MARK}find{{"a": "{{"}}', ("", [("find", '{"a": "{"}')])),
+        (f"{MARK}find[ARGS]{{}} and {MARK} f-1.x {{}}", ("", [("find", "{}"), ("f-1.x", "{}")])),
+        (f"{MARK}f\n[ARGS] {{}}\n\n{MARK}\u00fc{{}}", ("", [("f", "{}"), ("\u00fc", "{}")])),
+        (f'{MARK}f{{}}, "{MARK}g{{}}', ("", [("f", "{}"), ("g", "{}")])),
+        # The model's own id of a call is left out.
+        (f"{MARK}f[CALL_ID]a1B2c3D4e[ARGS]{{}}", ("", [("f", "{}")])),
+        (
+            f'{MARK}f{{"name": "g", "arguments": "{MARK}"}}',
+            ("", [("f", f'{{"name": "g", "arguments": "{MARK}"}}')]),
+        ),
+        # Arguments as a string, or none.
+        (f'{MARK}[{{"name": "f", "arguments": "{{\\"a\\": 1}}"}}]', ("", [("f", '{"a": 1}')])),
+        (f'{MARK}[{{"arguments": "\\u00fc", "name": "f"}}]', ("", [("f", "\u00fc")])),
+        (f'{MARK}[{{"name": "f", "arguments": ""}}]', ("", [("f", "")])),
+        (f'{MARK}[{{"name": "f", "arguments": "\\ud800"}}]', ("", [("f", '"\\ud800"')])),
+        (f'{MARK}[{{"name": "f", "arguments": null}}, {{"name": "g"}}]', ("", [("f", "{}"), ("g", "{}")])),
+        (f'{MARK}[{{"name": "f", "arguments": [null]}}]', ("", [("f", "[null]")])),
+        (f'{MARK}[{{"name": "f", "arguments": 1e5}}]', ("", [("f", "1e5")])),
+        # Other objects in a list.
+        (f'{MARK}[{{"x": 1}}, {A}, {{}}]', ("", [FOUND_A])),
+        (f"{MARK}[{A}, {{}}, 5]", (", {}, 5]", [FOUND_A])),
+        # What is no call.
+        (f"{MARK} is a mark", (f"{MARK} is a mark", [])),
+        (f"{MARK}a b {{}}", (f"{MARK}a b {{}}", [])),
+        (f"{MARK}f[ARGS]5", (f"{MARK}f[ARGS]5", [])),
+        (f"{MARK}f[CALL_ID][ARGS]{{}}", (f"{MARK}f[CALL_ID][ARGS]{{}}", [])),
+        (f"{MARK}{{}}", (f"{MARK}{{}}", [])),
+        (f"{MARK}[]", (f"{MARK}[]", [])),
+        (f'{MARK}[{{"x": 1}}]!', (f'{MARK}[{{"x": 1}}]!', [])),
+        (f'{MARK}[{{"arguments": {{}}}}]', (f'{MARK}[{{"arguments": {{}}}}]', [])),
+        (f"{MARK}{'n' * 257}{{}}", (f"{MARK}{'n' * 257}{{}}", [])),
+        (f"{MARK}{' ' * 511}{A}", ("", [FOUND_A])),
+        (f"{MARK}{' ' * 512}{A}{MARK}f{{}}", (f"{MARK}{' ' * 512}{A}", [("f", "{}")])),
+        (f"{MARK}{MARK}[{A}]", (MARK, [FOUND_A])),
+        (f"{MARK}no{MARK}[{A}]", (f"{MARK}no", [FOUND_A])),
+        # Cut off.
+        (f"Hm{MARK}find[AR", (f"Hm{MARK}find[AR", [])),
+        (f'{MARK}f{{"a', ("", [("f", '{"a')])),
+        (f"{MARK}[{A}, ", ("", [FOUND_A])),
+        (f'{MARK}[{A}, {{"name": "f', (', {"name": "f', [FOUND_A])),
+        (f'{MARK}[{{"name": "f", "arguments": "{{\\"a', ("", [("f", '"{\\"a')])),
+        (f'{MARK}[{{"name": "f", "arguments": nul', ("", [("f", "nul")])),
     ],
 }
 REASONED: list[tuple[str, Found]] = [
@@ -122,6 +215,16 @@ PIECES = st.sampled_from(
         *("<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
         *('{"name": "f", "arguments": {}}', '{"name"', '"arguments"', '"parameters"', ": ", '"f"', ", ", ";"),
         *("{", "}", "[", "]", '"', "\\", " ", "\n", "a", "1", "null", "\u00fc"),
+        *(
+            "[TOOL_",
+            "[ARGS]",
+            "[CALL_ID]",
+            "[AR",
+            ", [",
+            '{"name": "f", "arguments": "',
+            " " * 500,
+            "n" * 250,
+        ),
     ]
 )
 
@@ -140,11 +243,21 @@ def test_made_up_texts_at_any_split(name: str, text: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", MAKE_TOOL_CALL_PARSER)
 @pytest.mark.parametrize(
-    "piece", ["<", "<tool_call>", "<tool_call>{", '{"a":', "[", '"', "\\", ";{", "[TOOL_CALLS]"]
+    "piece",
+    [
+        *("<", "<tool_call>", "<tool_call>{", '{"a":', "[", '"', "\\", ";{", "[TOOL_CALLS]", "[TOOL_CALLS]{"),
+        *("[TOOL_CALLS]f{}", "[ARGS]", "<|python_tag|>", " ", "{},", '{"name":"f","arguments":{}},', '\\"'),
+    ],
 )
 def test_work_grows_with_the_length(name: str, piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of a reader are the work beside calls of Python's own functions on each new piece.
-    start = next(text for text, expected in TEXTS[name] if expected[1])[:-40]
+    starts = [
+        "",
+        '{"name":"f","parameters":{"a":',
+        MARK + "[",
+        MARK + '[{"name":"f","arguments":"',
+        "<tool_call>{",
+    ]
     num_steps = 0
     step = answer_parsers._CallReader._step
 
@@ -154,21 +267,134 @@ def test_work_grows_with_the_length(name: str, piece: str, monkeypatch: pytest.M
         return step(*arguments)
 
     monkeypatch.setattr(answer_parsers._CallReader, "_step", counted)
-    found(MAKE_TOOL_CALL_PARSER[name](), [start, *[piece] * 2000])
-    assert num_steps <= 3 * (len(start) + 2000 * len(piece))
+    for start in starts:
+        num_steps = 0
+        found(MAKE_TOOL_CALL_PARSER[name](), [start, *[piece] * 2000])
+        assert num_steps <= 3 * (len(start) + 2000 * len(piece))
 
 
-def test_whole_calls_are_vllms() -> None:
-    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+@pytest.mark.parametrize("name", MAKE_TOOL_CALL_PARSER)
+def test_long_answers_take_time_in_proportion(name: str) -> None:
+    starts = (
+        "",
+        MARK,
+        MARK + "[",
+        TAG,
+        MARK + '[{"name":"f","arguments":"',
+        '{"name":"f","parameters":{"a":"',
+    )
+    texts = (
+        *('{"a":', " ", "n" * 255, MARK + "f{}", MARK + "f[ARGS", TAG + " ", '\\"'),
+        '{"name":"f","arguments":{}},',
+    )
+    for start, text in itertools.product(starts, texts):
+        whole = start + text * (40_000 // len(text))
 
-    parser = object.__new__(Hermes2ProToolParser)
-    for text in (hermes(A), "I look.\n" + hermes(A, B), "None."):
-        theirs: Any = parser.extract_tool_calls(text, None)  # type: ignore[arg-type]
-        content, calls = found(MAKE_TOOL_CALL_PARSER["hermes"](), [text])
-        assert content == (theirs.content or "")
-        assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-            (call.function.name, json.loads(call.function.arguments)) for call in theirs.tool_calls
-        ]
+        def seconds(length: int, whole: str = whole) -> float:
+            parser, begin = MAKE_TOOL_CALL_PARSER[name](), time.process_time()
+            for first in range(0, length, 10):
+                parser.feed(whole[first : first + 10])
+            parser.end()
+            return time.process_time() - begin
+
+        # Were it the square, eight times the length would take 64 times as long.
+        assert seconds(len(whole)) < 24 * max(seconds(len(whole) // 8), 0.002), (start, text)
+
+
+def test_calls_nested_deeply() -> None:
+    deep = '{"a": ' * 3000 + "[" * 3000 + "]" * 3000 + "}" * 3000
+    for name, text in (("hermes", hermes("{0}")), ("llama3_json", "{0}"), ("mistral", MARK + "[{0}]")):
+        call = '{"name": "f", "arguments": ' + deep + "}"
+        for pieces in ([text.replace("{0}", call)], list(text.replace("{0}", call))):
+            assert found(MAKE_TOOL_CALL_PARSER[name](), pieces) == ("", [("f", deep)])
+    assert found(MAKE_TOOL_CALL_PARSER["llama3_json"](), [deep]) == (deep, [])
+
+
+class _Vocabulary:
+    """Stands for a tokenizer, of which vLLM's parsers look up their marks."""
+
+    def __init__(self, *tokens: str) -> None:
+        self._ids = {token: token_id for token_id, token in enumerate(tokens)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids
+
+
+def vllms(name: str, text: str) -> Found:
+    """Return what vLLM's parser finds in a whole answer."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    # Marks of Mistral's tell vLLM which of the two formats is looked for.
+    own = (
+        ("[ARGS]",) if name == "mistral" and not text.split(MARK)[-1].lstrip().startswith(("[", "{")) else ()
+    )
+    tokens: Any = _Vocabulary("<tool_call>", "</tool_call>", TAG, MARK, *own)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=tools)  # type: ignore[arg-type]
+    answer = ToolParserManager.get_tool_parser(name)(tokens, request.tools).extract_tool_calls(text, request)
+    calls = [(call.function.name, call.function.arguments) for call in answer.tool_calls]
+    return answer.content or "", calls
+
+
+def as_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+DIFFERENT = {
+    "hermes": {
+        # A stream cannot take back content or calls: what is no call leaves the others as they are.
+        *(f"<tool_call>{A}<tool_call>{B} and more", hermes("{}", A), hermes(A, "no") + "!"),
+        "<tool_call><tool_call>" + A,
+        # Marks inside of strings are text.
+        hermes('{"name": "say", "arguments": {"text": "</tool_call><tool_call>"}}'),
+        # A call that is cut off is one, with the finish_reason length.
+        '<tool_call>{"name": "find", "arguments": {"a": "b',
+        # No names.
+        hermes('{"name": "", "arguments": {}}'),
+        hermes('{"name": "\\ud800", "arguments": {}}'),
+    },
+    "llama3_json": {
+        # Text before a call is content.
+        *(f"I look: {P} Done.", f"I look: {TAG}{P}", f"{TAG} print({P})", f"{TAG}{TAG}{P}"),
+        *(f"{P} {{oops}} {P}", f'{P}; {{"name": "fi', '{"name": "find", "parameters": {"a": "b'),
+        # The first field with arguments counts, not "arguments" before "parameters".
+        '{"name": "f", "parameters": {}, "arguments": {"a": 1}}',
+    },
+    "mistral": {
+        *(f"{MARK}[{A}, {{}}, 5]", f"{MARK}[{A}, ", f'{MARK}[{A}, {{"name": "f'),
+        f'{MARK}[{{"name": "f", "arguments": "{{\\"a',
+        f'{MARK}[{{"name": "f", "arguments": nul',
+        f'{MARK}f{{"name": "g", "arguments": "{MARK}"}}',
+        # Both formats in one model, and calls behind a list.
+        *(f"{MARK}[{A}]{MARK}[{B}]", f"{MARK}no{MARK}[{A}]", f"{MARK}{MARK}[{A}]"),
+        # The id is left out.
+        f"{MARK}f[CALL_ID]a1B2c3D4e[ARGS]{{}}",
+        f"{MARK}f[CALL_ID][ARGS]{{}}",
+        # What begins no call keeps its mark, and is not called.
+        *(f"{MARK} is a mark", f"{MARK}a b {{}}", f"{MARK}f[ARGS]5", f"{MARK}{{}}", f"{MARK}[]"),
+        *(f'{MARK}[{{"x": 1}}]!', f'{MARK}[{{"arguments": {{}}}}]', f"Hm{MARK}find[AR"),
+        *(f"{MARK}{'n' * 257}{{}}", f"{MARK}{' ' * 512}{A}{MARK}f{{}}"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MAKE_TOOL_CALL_PARSER)
+def test_whole_calls_are_vllms(name: str) -> None:
+    pytest.importorskip("vllm")
+    different = set()
+    for text, (content, calls) in TEXTS[name]:
+        their_content, their_calls = vllms(name, text)
+        # What stands around content differs between their formats.
+        is_same = their_content.strip() == content.strip() and [
+            (function, as_json(arguments)) for function, arguments in their_calls
+        ] == [(function, as_json(arguments)) for function, arguments in calls]
+        if not is_same:
+            different.add(text)
+    assert different == DIFFERENT[name]
 
 
 def test_what_looked_like_a_call_behind_reasoning_is_content_in_the_end() -> None:

@@ -332,7 +332,7 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
         ),
         ({"messages": [said("a", audio={"id": "1"})]}, "messages", "messages.0.audio: not supported"),
         ({"messages": [said("rose " * 50_000)]}, "messages", "got 250000 characters"),
-        ({"messages": [said("rose " * 2_000)]}, "prompt", "allowed are at most 1023"),
+        ({"messages": [said("rose " * 2_000)]}, "messages", "allowed are at most 1023"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
         (
             {"messages": MESSAGES, "max_tokens": 1025},

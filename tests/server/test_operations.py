@@ -105,6 +105,85 @@ def test_tokens_of_a_conversation(server: LiveServer) -> None:
     assert chat.json()["prompt_token_ids"] == encode("user: Hi\nassistant: Ho\nassistant:")
 
 
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALLED = {"id": "1", "function": {"name": "find", "arguments": '{"where": "here"}'}}
+
+
+def test_conversations_are_rendered_as_in_chats(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ enable_thinking }}{{ reasoning_effort }}{{ x }}"
+        "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.arguments.where }}{% endfor %}.{% endfor %}{{ '!' if add_generation_prompt }}"
+    )
+    messages = [
+        {"role": "assistant", "tool_calls": [CALLED]},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    seen = set()
+    with running_server(tiny_model_path, {"chat_template": str(path)}) as server:
+        decode = server.engine.input_processor.tokenizer.decode
+        for fields in (
+            {},
+            {"tools": [TOOL]},
+            {"chat_template_kwargs": {"x": "\u00fc", "enable_thinking": False}},
+            {"reasoning_effort": "low"},
+            {"continue_final_message": True},
+            {"add_generation_prompt": False},
+        ):
+            body = {"messages": messages, **fields}
+            once = {
+                "tool_choice": "none" if "tools" in fields else None,
+                "max_tokens": 1,
+                "return_token_ids": True,
+            }
+            chat = server.post("/v1/chat/completions", {**body, **once})
+            tokens = server.http.post("/tokenize", json=body).json()["tokens"]
+            assert tokens == chat.json()["prompt_token_ids"] and "here" in decode(tokens)
+            seen.add(decode(tokens))
+        assert len(seen) == 6
+        body = {"messages": messages, "tools": [TOOL] * 100, "tool_choice": "none"}
+        check_refused(server.post("/v1/chat/completions", body), "messages", "allowed are at most 1023")
+        assert server.http.post("/tokenize", json=body).json()["count"] > 1023
+        # Nothing to call is no refusal here, as in vLLM.
+        assert server.http.post("/tokenize", json={"messages": messages, "tools": []}).status_code == 200
+        for fields, param, reason in (
+            ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "which the server sets"),
+            (
+                {"continue_final_message": True, "add_generation_prompt": True},
+                "continue_final_message",
+                "one of them",
+            ),
+            ({"tools": [TOOL] * 129}, "tools", "at most 128 items"),
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 99_999}}]},
+                "tools",
+                "ch",
+            ),
+            (
+                {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+                "tool_choice",
+                "supported",
+            ),
+            (
+                {"messages": [{"role": "user", "content": "rose " * 9_000}]},
+                "messages",
+                "got 45000 characters",
+            ),
+        ):
+            check_refused(server.post("/tokenize", {"messages": messages, **fields}), param, reason)
+        for fields in (
+            {"tools": [TOOL]},
+            {"chat_template_kwargs": {"x": 1}},
+            {"continue_final_message": True},
+        ):
+            (name,) = fields
+            check_refused(server.post("/tokenize", {"prompt": "a", **fields}), name, "with messages only")
+        assert server.http.post(
+            "/tokenize", json={"prompt": "a", "tools": [], "reasoning_effort": "none"}
+        ).is_success
+
+
 @pytest.mark.parametrize("at_once", [1, 3, 4096])
 def test_tokens_as_the_vocabulary_writes_them(
     server: LiveServer, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
@@ -313,7 +392,7 @@ def test_the_log_can_be_switched_off(tiny_model_path: Path, caplog: pytest.LogCa
         ("/tokenize", {"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 300_000}]}, "messages"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools.0.function"),
         ("/tokenize", {"prompt": "a" * 300_000}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [2**31]}, "tokens.0"),

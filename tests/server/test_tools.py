@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionTools
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.request import ProcessedInput
 from rose_backend.errors import ConfigError
+from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER
+from rose_backend.server.answers import AnswerOptions, ChatAnswer
 from rose_backend.server.protocol import Tool
-from rose_backend.server.settings import ServerSettings
+from rose_backend.server.settings import TOOL_CALL_PARSERS, ServerSettings
 from tests.server.live_server import GREEDY, LiveServer, check_refused, running_server, stream
 
 PATH = "/v1/chat/completions"
@@ -115,6 +119,38 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     for call in calls:
         assert call.pop("id").startswith("chatcmpl-tool-")
     return {**message, "tool_calls": calls}
+
+
+CALLS = {
+    "hermes": CALL + "\n" + CALL,
+    "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"where": "\u00fcber"}}; '
+    '{"name": "find", "arguments": {"where": "\u00fcber"}}',
+    "mistral": '[TOOL_CALLS][{"name": "find", "arguments": {"where": "\u00fcber"}}]'
+    '[TOOL_CALLS]find[ARGS]{"where": "\u00fcber"}',
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_in_each_format(
+    tool_server: LiveServer, script: Script, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    settings = replace(tool_server.service.settings, tool_call_parser=name)
+    monkeypatch.setattr(tool_server.service, "settings", settings)
+    script.text = "I look. " + CALLS[name]
+    whole = answered(tool_server)
+    assert not script.inputs[0].params.skip_special_tokens
+    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] == "I look. "
+    expected = {"name": "find", "arguments": '{"where": "\u00fcber"}'}
+    # Templates of Mistral's models refuse other ids.
+    own_ids = r"[0-9A-Za-z]{9}" if name == "mistral" else r"chatcmpl-tool-[0-9a-f]{32}"
+    for message in (whole["message"], *(joined(stream(tool_server, PATH, **ASKED)) for _ in range(2))):
+        assert [call["function"] for call in message["tool_calls"]] == [expected, expected]
+        ids = {call["id"] for call in message["tool_calls"]}
+        assert len(ids) == 2 and all(re.fullmatch(own_ids, each) for each in ids)
+
+
+def test_each_parser_is_tried() -> None:
+    assert set(CALLS) == set(MAKE_TOOL_CALL_PARSER) == set(TOOL_CALL_PARSERS)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
@@ -231,3 +267,24 @@ def test_options_of_the_server() -> None:
         ServerSettings(served_model_names=names, tool_call_parser="x")
     with pytest.raises(ConfigError, match=r"^enable_auto_tool_choice: needs tool_call_parser"):
         ServerSettings(served_model_names=names, enable_auto_tool_choice=True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_many_calls_are_written_in_pieces(streams: bool) -> None:
+    text = "[TOOL_CALLS]f{}" * 20_000
+    options = AnswerOptions("chatcmpl-1", 0, "tiny")
+    answer = ChatAnswer(options, token_bytes=lambda _: b"", parser=MAKE_TOOL_CALL_PARSER["mistral"])
+    output = RequestOutput("1", None, [1], [CompletionOutput(0, text, [7], finish_reason="stop")], True)
+    if streams:
+        pieces = list(answer.events(0, output))
+    else:
+        assert list(answer.keep(0, output)) == []
+        pieces = list(answer.body({}))
+    # What comes between two pieces holds the event loop.
+    assert max(map(len, pieces)) < 1 << 17 and len(pieces) > len(text) // 4096
+    whole = b"".join(pieces)
+    if streams:
+        message = json.loads(whole.split(b"data: ")[-1])["choices"][0]["delta"]
+    else:
+        message = json.loads(whole)["choices"][0]["message"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 20_000
