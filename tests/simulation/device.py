@@ -23,7 +23,8 @@ import numpy as np
 from rose_backend.block_manager import NULL_BLOCK
 from rose_backend.engine import decode_runner
 from rose_backend.engine.decode_runner import HISTORY_STEPS, DecodeBuffers, DecodeRunner
-from rose_backend.engine.model_runner import Chunks, Drawn, Hidden, ModelRunner, PassInputs
+from rose_backend.engine.model_runner import Chunks, Drawn, Forwarded, Hidden, ModelRunner, PassInputs
+from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID
 
 _MASK, _WORDS = (1 << 63) - 1, (1 << 64) - 1
@@ -341,6 +342,14 @@ class SimulatedRunner(ModelRunner):
         self.prompts, self.first_draws = None, None
         self.decoder = SimulatedDecoder(device, manager, state, self.widths)
         self.side = SideStream(device) if self.has_side_stream else None  # type: ignore[assignment]
+
+    def forward(self, step: Step) -> Forwarded:
+        """Check the copies, then queue the step."""
+        if step.clone_plan is not None:
+            copies = step.clone_plan.dst_block_ids
+            assert len(np.unique(copies)) == len(copies), "two copies into one block"
+            assert (self._manager.pool.ref_counts[copies] > 0).all(), "a copy into a block that nobody holds"
+        return super().forward(step)
 
     def can_overlap(self, num_decodes: int, num_tokens: int, num_prompts: int) -> bool:
         return self.side is not None

@@ -1,7 +1,7 @@
 """The plug-in's scheduler and block manager over a ``FakeWorker``: one seed makes options, traffic and connector.
 
-The worker keeps a hash of all tokens up to each position in the slots that scheduler outputs name, and compares whatever
-a step reads with what the request's own tokens make. vLLM's scheduler classes, which Rose's extend, are the real ones.
+The worker keeps a hash of all tokens up to each position in the slots that scheduler outputs name, and compares what
+each step reads with what the request's own tokens make. vLLM's scheduler classes, which Rose's extend, are real.
 """
 
 from __future__ import annotations
