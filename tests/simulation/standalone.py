@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from rose_backend.block_manager.prefix_cache import PrefixMatch
 from rose_backend.config import EngineConfig
 from rose_backend.engine import core as core_module
 from rose_backend.engine import model_runner, output_thread, scheduler, sequence_state, step_pipeline
@@ -109,7 +110,7 @@ class Settings:
             "repeat",
             "follow",
         )
-        return cls(
+        settings = cls(
             block_size=block_size,
             num_blocks=min(max(num_blocks, per_sequence + 1), 400),
             max_model_len=max_model_len,
@@ -136,6 +137,22 @@ class Settings:
             reset_rate=rng.choice((0.0, 0.05)),
             restart_rate=rng.choice((0.0, 0.0, 0.003)),
             kinds=tuple(kind for kind in kinds if rng.random() < 0.55),
+        )
+        if rng.random() < 0.6:
+            return settings
+        # Nobody waits, so that prompts are computed beside decodes; who is computed may leave meanwhile.
+        return replace(
+            settings,
+            num_blocks=min(1 + per_sequence * 16, 400),
+            max_num_seqs=16,
+            max_num_batched_tokens=rng.choice((40, 200)) if chunked else 200,
+            is_online=True,
+            has_side_passes=True,
+            prompt_tokens_among_decodes=rng.choice((0, 3)),
+            share_run=rng.choice((0.0, 0.02, 0.1)),
+            arrival_rate=rng.choice((0.1, 0.2)),
+            burst=rng.choice((1, 1, 2)),
+            abort_rate=rng.choice((0.02, 0.15, 0.15)),
         )
 
 
@@ -301,6 +318,24 @@ class Simulation:
         ):
             self._core = EngineCore(config, output_handler=handler if settings.is_online else None)
         self.device.answer_of = self._answer_of
+        self._match = self._core.manager.match
+        self._core.manager.match = self._checked_match  # type: ignore[method-assign]
+
+    def _checked_match(self, token_ids: Any, *, namespace: bytes) -> PrefixMatch:
+        """Look a prompt up, and check that nothing is pending that it could find."""
+        core, last = self._core, len(token_ids) - 1
+        state, computed = core._state, core.manager.num_computed_tokens
+        for slot in np.flatnonzero(core._commits._pending()).tolist():
+            end = int(computed[slot]) + 1
+            is_found = end <= last and np.array_equal(token_ids[:end], state.token_ids[slot, :end])
+            assert not (
+                is_found
+                and core.manager.table.namespaces[slot] == namespace
+                and not state.has_stop_strings[slot]
+            ), (
+                f"a prompt of {last + 1} tokens is looked up before position {end - 1} of slot {slot} is committed"
+            )
+        return self._match(token_ids, namespace=namespace)
 
     def _answer_of(self, slot: int) -> Answer:
         completion = self._core._state.completion(slot)
