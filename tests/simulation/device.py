@@ -339,12 +339,14 @@ class SimulatedRunner(ModelRunner):
     def __init__(self, model: Any, config: Any, manager: Any, state: Any, device: Any) -> None:
         self._manager, self._state, self._device = manager, state, device
         self._kv_cache, self._block_size = device, config.block_size
+        self._budget = config.token_budget
         self.prompts, self.first_draws = None, None
         self.decoder = SimulatedDecoder(device, manager, state, self.widths)
         self.side = SideStream(device) if self.has_side_stream else None  # type: ignore[assignment]
 
     def forward(self, step: Step) -> Forwarded:
-        """Check the copies, then queue the step."""
+        """Check the step's size and copies, then queue it."""
+        assert step.num_new_tokens.min() > 0 and step.num_new_tokens.sum() <= self._budget, "the token budget"
         if step.clone_plan is not None:
             copies = step.clone_plan.dst_block_ids
             assert len(np.unique(copies)) == len(copies), "two copies into one block"

@@ -67,6 +67,16 @@ def test_a_block_that_is_used_too_early_is_named_with_the_command_that_repeats_i
     _, failure = program.run_seeds("standalone", itertools.count(), lambda _: False, lines.append)
     assert failure is not None and "python -m tests.simulation --host standalone --seed" in failure
     assert "ForeignContent" in lines[-1] and ", in block " in lines[-1]
+    _, failure = program.run_in_processes("standalone", itertools.count(), lambda _: False, 2)
+    assert failure is not None and "--host standalone --seed" in failure
+
+
+def test_processes_run_as_many_steps() -> None:
+    totals, failure = program.run_in_processes(
+        "standalone", itertools.count(), lambda totals: totals.steps >= 500, 2
+    )
+    assert failure is None and totals.seeds % program.SEEDS_AT_ONCE == 0
+    assert totals.steps >= 500 and len(totals.states) > 100
 
 
 def test_what_is_read_before_the_device_has_computed_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
