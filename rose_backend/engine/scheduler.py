@@ -189,17 +189,18 @@ class Admission:
         )
 
     def _reserve_first_chunks(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Reserve the blocks of all first chunks at once; requests without blocks go back to the front of the queue."""
-        if not candidates or self._reserve(candidates):
-            return candidates
-        num_served = 0
-        while num_served < len(candidates) and self._reserve(candidates[num_served : num_served + 1]):
-            num_served += 1
-        for candidate in reversed(candidates[num_served:]):
+        """Reserve the blocks of all first chunks at once; where they are short, the newest go back to the queue.
+
+        Those that share a block may need more than each of them alone: whoever writes into it first has to copy it.
+        """
+        num_served = len(candidates)
+        while num_served and not self._reserve(candidates[:num_served]):
+            num_served -= 1
+            candidate = candidates[num_served]
             self._manager.free(np.array([candidate.slot]))
             self.num_reserved_slots -= candidate.completion.num_siblings_to_fork
             self.waiting.appendleft(candidate.completion)
-        self._blocked = (self.waiting[0], self._manager.num_free_blocks)
+            self._blocked = (candidate.completion, self._manager.num_free_blocks)
         return candidates[:num_served]
 
     def _reserve(self, candidates: list[_Candidate]) -> bool:

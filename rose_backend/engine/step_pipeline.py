@@ -141,6 +141,8 @@ class TokenReader:
         """Release slots that take no further token; with stop strings, after the check of their last token."""
         waits = self._state.has_stop_strings[slots]
         if waits.any():
+            # One that failed has sent no token, and is checked all the same.
+            self._unchecked.update(self._state.completion(slot) for slot in slots[waits].tolist())
             self._scheduler.suspend(slots[waits])
             slots = slots[~waits]
         if len(slots):

@@ -84,6 +84,20 @@ def test_two_that_want_the_same_half_filled_block(num_blocks: int, num_admitted:
         manager.check_integrity()
 
 
+def test_one_is_admitted_where_two_together_need_a_copy_that_no_block_is_left_for() -> None:
+    admission, manager, processor = make(3)
+    remember(manager, STEM)
+    queue(admission, processor, [*STEM[:3], 10], [*STEM, 11])
+    first, second = admission.waiting
+    rows, counts, num_cached = admission.admit(64, 0)
+    # The first may overwrite the full block, the second continue the other one, but not together. Nobody runs who could
+    # free blocks: the second has to give its own back.
+    assert (counts.tolist(), num_cached, first.slot) == ([1], 3, rows[0])
+    assert list(admission.waiting) == [second] and manager.num_free_rows == 7
+    manager.check_integrity()
+    assert not admission.may_admit(1)
+
+
 def test_requests_without_blocks_keep_their_place_in_the_queue() -> None:
     admission, manager, processor = make(5)
     remember(manager, STEM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +95,31 @@ def test_failures_are_logged_ever_more_rarely(
     assert [line.rpartition("(")[2] for line in lines] == [
         f"{number} since start-up)" for number in (1, 2, 4, 8, 16)
     ]
+
+
+def test_a_failed_completion_with_stop_strings_holds_its_slot_until_it_is_checked(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(max_num_seqs=1, num_blocks=100)
+    core, params = llm.core, SamplingParams(max_tokens=8, stop=["no such text"])
+    process, is_waited_for = core._output_thread._processor.process, threading.Event()
+    wait = core._output_thread.wait
+    monkeypatch.setattr(
+        core._output_thread._processor, "process", lambda each: is_waited_for.wait() and process(each)
+    )
+    monkeypatch.setattr(core._output_thread, "wait", lambda: is_waited_for.set() or wait())
+    with broken_positions(llm):
+        for prompt in (LATE_PROMPT, LATE_PROMPT[:10]):
+            core.add(core.input_processor.make(prompt, params, is_streaming=True))
+        core.step()
+        # The next request waits for the slot. Nothing is in flight, and yet the engine is not stuck.
+        reasons = []
+        try:
+            while core.num_unfinished:
+                reasons += [each.outputs[0].finish_reason for each in core.step()]
+        finally:
+            is_waited_for.set()
+    assert (reasons[0], reasons[-1]) == ("error", "length")
 
 
 @pytest.mark.parametrize(

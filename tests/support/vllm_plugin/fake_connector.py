@@ -99,7 +99,9 @@ class FakeConnector(KVConnectorBase_V1):
         if self._is_async is not None:
             is_async = self._is_async
         # The last token is computed here, or again if its load is not waited for by a step.
-        limit = num_prompt_tokens if is_async and draw.random() < 0.4 else num_prompt_tokens - 1
+        is_whole = is_async and draw.random() < 0.4
+        # vLLM takes the last token back. Of a prompt of one token nothing is left, and it would ask again for ever.
+        limit = num_prompt_tokens if is_whole and num_prompt_tokens > 1 else num_prompt_tokens - 1
         num_remote = draw.randrange(limit + 1)
         if num_remote < num_prompt_tokens:
             num_remote -= num_remote % self.block_size
