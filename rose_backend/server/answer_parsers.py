@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import ClassVar, Literal, NamedTuple
+
+from rose_backend.server.settings import MAX_NAME_LENGTH
 
 _END_OF_REASONING = "</think>"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -206,8 +208,9 @@ class _CallReader:
             return end
         self._place = _Place.COMMA
         if self._key == "name" and not self.has_begun:
-            self._name = _decoded(whole)
-            self.is_open = bool(self._name)
+            name = _decoded(whole)
+            self._name = name if name and len(name) <= MAX_NAME_LENGTH else None
+            self.is_open = self._name is not None
             self._begin(parts)
         self._takes_value = False
         return end
@@ -268,13 +271,15 @@ _NEXT: Mapping[tuple[_Place, str], _Place] = {
 }
 
 
-class _ToolCallParser(AnswerParser):
+class ToolCallParser(AnswerParser):
     """Looks for calls behind marks. As in vLLM, text before the first call is content, other text around calls is left
     out. What follows a mark and is no call is content, the mark included.
     """
 
     _MARK: ClassVar[str]
     _ARGUMENTS = frozenset({"arguments"})
+    needs_special_tokens: ClassVar[bool] = True
+    """Marks may be special tokens, and no call is found without them."""
     _drops_blank: ClassVar[bool] = True
     """Leave out white space that is all there is before the first call, as vLLM does for most formats."""
 
@@ -363,7 +368,7 @@ class _ToolCallParser(AnswerParser):
         self._is_blank, self._blank = False, []
 
 
-class HermesParser(_ToolCallParser):
+class HermesParser(ToolCallParser):
     """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, of Hermes and Qwen models."""
 
     _MARK = "<tool_call>"
@@ -378,12 +383,13 @@ class HermesParser(_ToolCallParser):
         self._refuse(parts)
 
 
-class Llama3JsonParser(_ToolCallParser):
+class Llama3JsonParser(ToolCallParser):
     """``{"name": ..., "parameters": ...}``, behind ``<|python_tag|>`` or not, of Llama models.
 
     As in vLLM, any ``{`` may begin a call; one that begins none ends the search.
     """
 
+    needs_special_tokens = False
     _MARK = "<|python_tag|>"
     _START = re.compile(r"\{|<\|python_tag\|>")
     _ARGUMENTS = frozenset({"arguments", "parameters"})
@@ -417,7 +423,7 @@ class Llama3JsonParser(_ToolCallParser):
         self._refuse(parts)
 
 
-class MistralParser(_ToolCallParser):
+class MistralParser(ToolCallParser):
     """``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]`` of older Mistral models, ``[TOOL_CALLS]name{...}`` and
     ``[TOOL_CALLS]name[ARGS]{...}`` of newer ones.
     """
@@ -560,7 +566,7 @@ def _decoded(inside: str) -> str | None:
     return text
 
 
-MAKE_TOOL_CALL_PARSER: Mapping[str, Callable[[], AnswerParser]] = {
+MAKE_TOOL_CALL_PARSER: Mapping[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,

@@ -126,8 +126,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     truncates = options.truncate_prompt_tokens is not None
     conversation = read_conversation(body, body.messages, service, truncates=truncates)
     parser = parser_of(body, service, conversation)
-    if body.parses_tool_calls:
-        # Some models' marks of calls are special tokens.
+    parser_name = service.settings.tool_call_parser
+    if body.parses_tool_calls and parser_name and MAKE_TOOL_CALL_PARSER[parser_name].needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
 
     def process() -> list[ProcessedInput]:

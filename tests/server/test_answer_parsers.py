@@ -87,6 +87,12 @@ TEXTS: dict[str, list[tuple[str, Found]]] = {
             hermes('{"name": "a\\"b\\\\", "arguments": {"\\\\": "\\\\"}}'),
             ("", [('a"b\\', '{"\\\\": "\\\\"}')]),
         ),
+        # As long as a request's may be.
+        (hermes(f'{{"name": "{"f" * 256}", "arguments": {{}}}}'), ("", [("f" * 256, "{}")])),
+        (
+            hermes(f'{{"name": "{"f" * 257}", "arguments": {{}}}}'),
+            (hermes(f'{{"name": "{"f" * 257}", "arguments": {{}}}}'), []),
+        ),
         # Half of a surrogate pair is no text, and so no name.
         (
             hermes('{"name": "\\ud800", "arguments": {}}'),
@@ -355,6 +361,7 @@ DIFFERENT = {
         '<tool_call>{"name": "find", "arguments": {"a": "b',
         # No names.
         hermes('{"name": "", "arguments": {}}'),
+        hermes(f'{{"name": "{"f" * 257}", "arguments": {{}}}}'),
         hermes('{"name": "\\ud800", "arguments": {}}'),
     },
     "llama3_json": {

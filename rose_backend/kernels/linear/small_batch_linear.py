@@ -169,6 +169,11 @@ def load_norm_weight(after, columns, in_columns):
 
 
 @triton.jit
+def _times_norm(hidden, norm_weight):
+    return (hidden.to(tl.float32) * norm_weight[None, :]).to(hidden.dtype)
+
+
+@triton.jit
 def add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K: tl.constexpr):
     """Return whether this program came last of those that share a tile and, if so, the sum of all parts."""
     BLOCK_M: tl.constexpr = acc.shape[0]
@@ -412,7 +417,7 @@ def small_batch_linear_kernel(
         if OUT_PARTS > 0:
             store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
         if after.weight is not None:
-            scaled = (result.to(tl.float32) * next_weight[None, :]).to(result.dtype)
+            scaled = _times_norm(result, next_weight)
             tl.store(after.scaled + wide_rows[:, None] * width + out_columns[None, :], scaled, mask=inside)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
