@@ -433,7 +433,7 @@ class PackedNorm:
     weight are stored divided by it, and cannot overflow. In memory, as captured graphs outlast a weight."""
 
     def update_scale(self) -> None:
-        """Choose the scale again, behind a change of the weight."""
+        """Choose the scale again after the weight has changed."""
         if self.scale is None or self.weight is None:
             return
         bits = self.weight.abs().amax().float().view(torch.int32)

@@ -100,8 +100,8 @@ def run_layers(
             attended = attended[attention.last_tokens]
             stream.keep(attention.last_tokens)
         stream.add(attended, layer.attn_out, layer.mlp_norm)
-        # The final norm is a launch of its own. In front of it any norm is written for: a product that wrote for none
-        # would be one more kernel to compile.
+        # The final norm is launched separately and reads the hidden states themselves. The last product still writes
+        # for a norm, as a variant that does not would be one more kernel to compile.
         next_norm = layers[min(index + 1, len(layers) - 1)].attn_norm
         if isinstance(layer.mlp, SparseMlp):
             stream.sparse_mlp(layer.mlp_norm, layer.mlp, next_norm)

@@ -220,7 +220,7 @@ class ResidualStream:
         """Add ``linear(x)`` to the hidden states. A small batch needs ``next_norm``, which reads them."""
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
-            assert next_norm is not None and next_norm.packed is not None, "and a packed norm behind each"
+            assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
             _, self._norm_input = small_batch_linear_before_norm(
                 x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
             )

@@ -272,7 +272,7 @@ _NEXT: Mapping[tuple[_Place, str], _Place] = {
 
 
 class ToolCallParser(AnswerParser):
-    """Looks for calls behind marks. As in vLLM, text before the first call is content, other text around calls is left
+    """Looks for calls after marks. As in vLLM, text before the first call is content, other text around calls is left
     out. What follows a mark and is no call is content, the mark included.
     """
 
@@ -324,7 +324,7 @@ class ToolCallParser(AnswerParser):
         return parts
 
     def _read_text(self, text: str, at: int, parts: list[Part]) -> int:
-        """Read on from ``text[at]``, behind no mark, and return the place of the first character left over."""
+        """Read on from ``text[at]``, where no mark precedes, and return the place of the first character left over."""
         start = text.find(self._MARK, at)
         if start < 0:
             start = len(text) - num_begun(text[at:], self._MARK)
@@ -338,7 +338,7 @@ class ToolCallParser(AnswerParser):
 
     @abstractmethod
     def _read_start(self, text: str, at: int, parts: list[Part]) -> int:
-        """Do the same behind a mark, up to where a call may begin."""
+        """Do the same after a mark, up to where a call may begin."""
 
     def _end_call(self, reader: _CallReader, parts: list[Part]) -> None:
         self._reader = None
@@ -384,7 +384,7 @@ class HermesParser(ToolCallParser):
 
 
 class Llama3JsonParser(ToolCallParser):
-    """``{"name": ..., "parameters": ...}``, behind ``<|python_tag|>`` or not, of Llama models.
+    """``{"name": ..., "parameters": ...}``, with or without ``<|python_tag|>`` before it, of Llama models.
 
     As in vLLM, any ``{`` may begin a call; one that begins none ends the search.
     """

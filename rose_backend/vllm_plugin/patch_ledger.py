@@ -159,7 +159,7 @@ LEDGER: dict[str, Patch] = {
     ),
     "step_graph_reload": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_lora_state",
-        reason="vLLM calls it behind every replacement of weights: graphs may hold the addresses of what was replaced",
+        reason="vLLM calls it after every replacement of weights: graphs may hold the addresses of what was replaced",
         remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
         build=f"{_PLUGIN}.graph_addresses:wrap_reset_lora_state",
     ),

@@ -55,7 +55,7 @@ def expert_mlp(
     if isinstance(x, NormInput):
         check_norm_input(x)
         if x.norm.weight is None:
-            raise ShapeError("x: expected an RMSNorm in front of experts, got a LayerNorm")
+            raise ShapeError("x: expected an RMSNorm before experts, got a LayerNorm")
     if out is None:
         out = empty_rows(hidden, *hidden.shape)
     check_tensors(x=(hidden, "T E"), out=(out, "T E"))
