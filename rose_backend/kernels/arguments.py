@@ -430,7 +430,7 @@ class PackedNorm:
     eps: float
     scale: torch.Tensor | None = None
     """[1] float32, of a weight in float16: a power of two, not below any number of the weight. Hidden states times the
-    weight are stored divided by it, and cannot overflow. In memory, as captured graphs outlast a weight."""
+    weight are stored divided by it, and cannot overflow. A tensor, so that captured graphs see it change."""
 
     def update_scale(self) -> None:
         """Choose the scale again after the weight has changed."""

@@ -123,7 +123,6 @@ class GraphAddresses:
 
     def find_moved(self) -> list[str]:
         """Compare, and return the names of all tensors that are elsewhere now, or gone."""
-        self.may_differ = False
         now = addresses_of(self._runner)
         return [name for name, place in self._captured.items() if now.get(name) != place]
 
@@ -176,12 +175,17 @@ def wrap_reset_lora_state(original: Callable[[Any], None]) -> Callable[[Any], No
     return reset_lora_state
 
 
-def wrap_wake_up(original: Callable[..., None]) -> Callable[..., None]:
-    """Build the replacement of ``Worker.wake_up``; see the patch ledger."""
+def wrap_worker_method(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of a method of ``Worker`` after which tensors may lie elsewhere; see the patch ledger.
+
+    Ranks compare together, so each has to know of it, also one on which the method has failed.
+    """
 
     @functools.wraps(original)
-    def wake_up(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _note(self.model_runner)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _note(self.model_runner)
 
-    return wake_up
+    return noting

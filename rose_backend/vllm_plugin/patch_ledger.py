@@ -163,12 +163,19 @@ LEDGER: dict[str, Patch] = {
         remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
         build=f"{_PLUGIN}.graph_addresses:wrap_reset_lora_state",
     ),
-    "step_graph_wake_up": Patch(
-        target="vllm.v1.worker.gpu_worker:Worker.wake_up",
-        reason="as step_graph_reload, where memory was given back and has been taken again",
-        remove_when="a sleep mode backend promises that memory is where it was",
-        build=f"{_PLUGIN}.graph_addresses:wrap_wake_up",
-    ),
+    **{
+        f"step_graph_{method}": Patch(
+            target=f"vllm.v1.worker.gpu_worker:Worker.{method}",
+            reason=f"as step_graph_reload, {when}",
+            remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
+            build=f"{_PLUGIN}.graph_addresses:wrap_worker_method",
+        )
+        for method, when in (
+            ("wake_up", "where memory was given back and has been taken again"),
+            ("reload_weights", "also on a rank on which it fails: ranks compare together"),
+            ("finish_weight_update", "also on a rank on which it fails: ranks compare together"),
+        )
+    },
     "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         reason="the API server handles outputs step by step, however many steps are queued; with ROSE selected, queued "

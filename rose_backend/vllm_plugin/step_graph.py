@@ -971,6 +971,7 @@ def _steps_of(runner: Any) -> StepGraphs | None:
     # Ranks capture together.
     stale = largest_of_ranks(which_graphs_hold(moved))
     if stale == StaleGraphs.NONE:
+        manager.rose_graph_addresses.may_differ = False
         return steps
     logger.warning(
         "Rose step graph: %s captured again, because %d tensors of this rank have moved: %s",

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
+from rose_backend.errors import ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
@@ -508,6 +509,21 @@ def test_what_graphs_hold_of_packed_layers_is_listed(
         assert found["model.lm_head.weight"].address == model.lm_head.weight.data_ptr()
 
 
+def test_a_deep_sleep_keeps_all_that_is_made_of_weights(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    """Or loads it again: parameters are in checkpoints, and buffers are kept."""
+    path = write(tmp_path, "llama-biases")
+    with make_engine(model=str(path), dtype="float16") as llm:
+        model = runner_of(llm).model
+        restored = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+        for layer in model._layers:
+            tensors = [norm.packed.scale for norm in (layer.attn_norm, layer.mlp_norm)]
+            for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
+                tensors += [linear.weight, linear.bias, linear.packed.weight, linear.packed.bias]
+            assert all(each.untyped_storage().data_ptr() in restored for each in tensors)
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_tensors_in_the_place_of_weights_are_taken(
     make_engine: MakeEngine, tmp_path: Path, request: pytest.FixtureRequest, is_packed: bool
@@ -520,7 +536,12 @@ def test_tensors_in_the_place_of_weights_are_taken(
         load_file(new / "model.safetensors"),
         load_file(old / "model.safetensors")["lm_head.weight"],
     )
-    save_file(weights | {"lm_head.weight": head}, new / "model.safetensors", metadata={"format": "pt"})
+    kept = {"lm_head.weight": head}
+    if is_packed:
+        # Nothing tells whether the rows of another tensor are packed.
+        of_old = load_file(old / "model.safetensors")
+        kept |= {name: of_old[name] for name in weights if "gate_proj" in name or "up_proj" in name}
+    save_file(weights | kept, new / "model.safetensors", metadata={"format": "pt"})
     few = parity_prompts(VOCAB_SIZE)[:12]
     with make_engine(model=str(new)) as llm:
         loaded = {name: each.detach().clone() for name, each in runner_of(llm).model.named_parameters()}
@@ -530,9 +551,17 @@ def test_tensors_in_the_place_of_weights_are_taken(
         assert_right(old, few, complete(llm, few))
         model = runner_of(llm).model
         for name, parameter in model.named_parameters():
-            parameter.data = loaded[name].clone()
+            if not (is_packed and "gate_up" in name):
+                parameter.data = loaded[name].clone()
         # The second time nothing is new.
         for _ in range(2):
             model.take_moved_weights()
             assert llm.reset_prefix_cache()
             assert_right(new, few, complete(llm, few))
+        if is_packed:
+            (gate_up, *_) = (each for name, each in model.named_parameters() if "gate_up_proj.weight" in name)
+            gate_up.data = gate_up.data.clone()
+            with pytest.raises(
+                ModelError, match="gate_up_proj: another tensor is in the place of a packed weight"
+            ):
+                model.take_moved_weights()

@@ -139,7 +139,7 @@ def test_other_wrong_arguments_are_refused() -> None:
     left = norm_input_of(case.x, case.next_norm)
     with pytest.raises(ShapeError, match="x_moments: expected contiguous"):
         expert_mlp(left._replace(moments=torch.zeros(3, 2, 3)), *arguments[1:])
-    with pytest.raises(ShapeError, match="x: expected an RMSNorm in front of experts, got a LayerNorm"):
+    with pytest.raises(ShapeError, match="x: expected an RMSNorm before experts, got a LayerNorm"):
         expert_mlp(norm_input_of(case.x, PackedNorm(None, 1e-5)), *arguments[1:])
     with pytest.raises(ShapeError, match="norm_weight: expected E=72, got 71"):
         expert_mlp(*arguments, next_norm=pack_norm(torch.ones(71), 1e-5))

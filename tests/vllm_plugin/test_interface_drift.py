@@ -289,6 +289,7 @@ def test_vllm_says_when_weights_were_replaced_and_captures_again_what_was_releas
         assert "reset_lora_state()" in inspect.getsource(getattr(owner, name)), name
     assert list(inspect.signature(runner.reset_lora_state).parameters) == ["self"]
     assert "tags" in inspect.signature(gpu_worker.Worker.wake_up).parameters
+    assert "named_buffers()" in inspect.getsource(gpu_worker.Worker.wake_up), "scales of norms are buffers"
     for name in graph_addresses._OWNERS:
         assert f"self.{name}" in inspect.getsource(runner), f"model runner V2 has no {name}"
     source = inspect.getsource(cudagraph_utils.CudaGraphManager.release_graphs)
@@ -602,7 +603,7 @@ def test_the_rotary_table_that_rose_takes_is_vllms_before_it_is_rounded(rope_typ
     with set_current_vllm_config(VllmConfig()):
         fields = {"rope_theta": 10_000.0, "rope_type": rope_type, **parameters}
         rotary = get_rope(32, 256, rope_parameters=fields, dtype=torch.float16)
-        table = decoder.RoseConstants(torch.ones(8), rotary).rotary_table
+        table = decoder.RoseConstants(rotary, torch.device("cpu")).rotary_table
     assert table.dtype == torch.float32 and rotary.cos_sin_cache.dtype == torch.float16
     assert torch.equal(table.half(), rotary.cos_sin_cache)
     # And so what the standalone engine computes.

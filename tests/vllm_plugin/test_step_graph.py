@@ -37,7 +37,7 @@ from rose_backend.vllm_plugin.graph_addresses import (
     StaleGraphs,
     which_graphs_hold,
     wrap_reset_lora_state,
-    wrap_wake_up,
+    wrap_worker_method,
 )
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS
@@ -791,7 +791,7 @@ def test_graphs_are_captured_again_once_where_something_has_moved(
     before = manager.rose_step_graphs
     wrap_reset_lora_state(lambda _: runner.events.append("reset"))(runner)
     # While some memory may still be asleep nothing is looked at.
-    wrap_wake_up(lambda _, tags: runner.events.append(tags))(
+    wrap_worker_method(lambda _, tags: runner.events.append(tags))(
         SimpleNamespace(model_runner=runner), tags=["weights"]
     )
     assert runner.events == ["reset", ["weights"]] and runner.num_comparisons == 0
@@ -820,8 +820,19 @@ def test_who_reloads_or_wakes_up_compares(monkeypatch: pytest.MonkeyPatch, what:
     if what == "reloads":
         wrap_reset_lora_state(lambda _: None)(runner)
     else:
-        wrap_wake_up(lambda _, tags: None)(SimpleNamespace(model_runner=runner), tags=None)
+        wrap_worker_method(lambda _, tags: None)(SimpleNamespace(model_runner=runner), tags=None)
     assert addresses.may_differ
+
+
+def test_a_rank_on_which_a_reload_fails_compares_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+
+    def fail(_: Any) -> None:
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        wrap_worker_method(fail)(SimpleNamespace(model_runner=runner))
+    assert runner.cudagraph_manager.rose_graph_addresses.may_differ
 
 
 def test_all_ranks_capture_where_something_has_moved_on_one(
@@ -860,7 +871,7 @@ def test_ranks_agree_on_the_most_that_one_of_them_needs(monkeypatch: pytest.Monk
 def test_runners_without_steps_are_left_alone() -> None:
     runner = SimpleNamespace(cudagraph_manager=None)
     wrap_reset_lora_state(lambda _: None)(runner)
-    wrap_wake_up(lambda _: None)(SimpleNamespace(model_runner=runner))
+    wrap_worker_method(lambda _: None)(SimpleNamespace(model_runner=runner))
     assert step_graph._steps_of(runner) is None
 
 

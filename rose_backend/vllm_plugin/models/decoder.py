@@ -10,7 +10,8 @@ and again in each reload.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import HeadRotation, embed_tokens, empty_rows
+from rose_backend.kernels import HeadRotation, PackedNorm, embed_tokens, empty_rows
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -37,11 +38,12 @@ from rose_backend.layers.linear import (
     ResidualStream,
     pack,
     packs_layers,
-    with_packed,
 )
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
+
+Keep = Callable[[str, torch.Tensor], None]
 
 
 class LoadedLayer:
@@ -50,17 +52,21 @@ class LoadedLayer:
     Args:
         layer: vLLM's ``LlamaDecoderLayer`` or one like it.
         packs: prepare it for small batches; see ``layers.linear.pack_layer``.
+        keep: registers a tensor that no checkpoint has, by its name; see ``RoseConstants``.
     """
 
-    def __init__(self, layer: Any, *, packs: bool) -> None:
+    def __init__(self, layer: Any, *, packs: bool, keep: Keep) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention = attention
         self._products = [
-            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj)
+            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj, keep=keep)
             for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         ]
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self._norms = [LoadedNorm(norm, packs=packs) for norm in norms]
+        norms = {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+        self._norms = [
+            LoadedNorm(norm, packs=packs, keep=partial(keep, f"{name}_norm_scale"))
+            for name, norm in norms.items()
+        ]
 
     def update(self) -> DecoderLayer:
         """Return the layer as it is loaded now; what an earlier call returned is up to date, too."""
@@ -81,19 +87,24 @@ class LoadedLayer:
 class LoadedNorm:
     """An RMSNorm module, with what packed layers need of it."""
 
-    def __init__(self, module: Any, *, packs: bool) -> None:
+    def __init__(self, module: Any, *, packs: bool, keep: Callable[[torch.Tensor], None]) -> None:
         self._module, self._packs = module, packs
         self._norm: Norm | None = None
         self._addresses: list[int] = []
+        self._scale: torch.Tensor | None = None  # As PackedNorm's.
+        if packs and module.weight.dtype is torch.float16:
+            self._scale = torch.ones(1, dtype=torch.float32, device=module.weight.device)
+            keep(self._scale)
 
     def update(self) -> Norm:
         """Return the norm as it is loaded now."""
         if self._norm is None or _addresses_of(self._module) != self._addresses:
             self._norm, self._addresses = norm_of(self._module), _addresses_of(self._module)
             if self._packs:
-                self._norm = with_packed(self._norm)
+                packed = PackedNorm(self._norm.weight, self._norm.eps, self._scale)
+                self._norm = replace(self._norm, packed=packed)
                 self._module.get_parameter = self._parameter
-        elif self._norm.packed is not None:
+        if self._norm.packed is not None:
             self._norm.packed.update_scale()
         return self._norm
 
@@ -121,7 +132,7 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     supports_pre_processed_weights = False
 
-    def __init__(self, module: Any, *, packs: bool, gated: bool) -> None:
+    def __init__(self, module: Any, *, packs: bool, gated: bool, keep: Keep) -> None:
         super().__init__()
         self._module = module
         self._packs, self._gated = packs, gated
@@ -129,6 +140,10 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         self._is_new = True  # The weight is as vLLM loads it.
         self._linear: Linear | None = None
         self._addresses: list[int] = []
+        self._bias: torch.Tensor | None = None  # With rows as in the packed weight.
+        if packs and gated and module.bias is not None:
+            self._bias = torch.empty_like(module.bias.data)
+            keep("gate_up_bias", self._bias)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Note that the weight was loaded."""
@@ -142,22 +157,31 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def update(self) -> Linear:
         """Return the product as it is loaded now."""
+        is_new, self._is_new = self._is_new, False
         if (addresses := _addresses_of(self._module)) != self._addresses:
+            if self._linear is not None and self._packs and self._gated and not is_new:
+                raise ModelError(
+                    f"{self._module.prefix}: another tensor is in the place of a packed weight, and nothing tells "
+                    "whether its rows are packed, too: reload it by vLLM's reload_weights or a weight update; "
+                    f"{KEEP_OPTION} keeps vLLM's layers"
+                )
             # The first tensors, or others that have been put in their place.
             self._linear, self._addresses = None, addresses
-        is_new, self._is_new = self._is_new, False
         if self._linear is None:
-            self._linear = self._loaded()
-            if self._packs:
-                self._linear = pack(self._linear, gated=self._gated, in_place=True)
-                if self._gated:
-                    self._module.get_parameter = self._refuse
+            self._linear = self._packed() if self._packs else self._loaded()
         elif is_new and self._packs and self._gated:
             # In place, as graphs hold the addresses. What is not rearranged is in its place already.
-            bias = pack(self._loaded(), gated=True, in_place=True).bias
-            if bias is not None and self._linear.bias is not None:
-                self._linear.bias.copy_(bias)
+            self._packed()
         return self._linear
+
+    def _packed(self) -> Linear:
+        linear = pack(self._loaded(), gated=self._gated, in_place=self._gated)
+        if self._gated:
+            self._module.get_parameter = self._refuse
+        if self._bias is None or linear.bias is None or linear.packed is None:
+            return linear
+        self._bias.copy_(linear.bias)
+        return replace(linear, bias=self._bias, packed=replace(linear.packed, bias=self._bias))
 
     def _loaded(self) -> Linear:
         module = self._module
@@ -199,6 +223,10 @@ class RoseConstants(torch.nn.Module):
         with torch.device("cpu"):
             table = rotary._compute_cos_sin_cache().to(device)  # type: ignore[operator]
         self.register_buffer("rotary_table", table, persistent=False)
+
+    def keep(self, layer: int, name: str, tensor: torch.Tensor) -> None:
+        """Register what is made of a layer's weights, under a name that each layer has once."""
+        self.register_buffer(f"{name}_{layer}", tensor, persistent=False)
 
 
 class ModuleAttention:
@@ -271,7 +299,10 @@ class RoseDecoder:
         packs = not has_ranks and packs_layers(self.rose_switches, device)
         self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
         self._attention = [layer.self_attn.attn for layer in layers]
-        self._loaded = [LoadedLayer(layer, packs=packs) for layer in layers]
+        self._loaded = [
+            LoadedLayer(layer, packs=packs, keep=partial(self.rose_constants.keep, index))
+            for index, layer in enumerate(layers)
+        ]
         if packs:
             self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
@@ -286,7 +317,11 @@ class RoseDecoder:
         )
 
     def take_moved_weights(self) -> None:
-        """Use tensors that have been put in the place of weights, in the form in which vLLM loads them."""
+        """Use tensors that have been put in the place of weights.
+
+        Raises:
+            ModelError: one is in the place of a weight whose rows are packed.
+        """
         for index in range(len(self._loaded)):
             self._update_layer(index)
 
