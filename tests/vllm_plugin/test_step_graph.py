@@ -751,7 +751,10 @@ def test_memory_reaches_to_the_last_element_of_a_view() -> None:
     for name in graph_addresses._OWNERS:
         setattr(runner, name, None)
     runner.device, runner.kv_caches = rows.device, [rows[1:, :3], rows[:0]]
-    assert graph_addresses.addresses_of(runner) == {"kv_caches.0": (rows.data_ptr() + 40, 4 * 23)}
+    found = graph_addresses.addresses_of(runner)
+    # Other tests of the process may have left a workspace.
+    listed = {name: place for name, place in found.items() if "workspace" not in name}
+    assert listed == {"kv_caches.0": (rows.data_ptr() + 40, 4 * 23)}
 
 
 def test_tensors_that_take_turns_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
