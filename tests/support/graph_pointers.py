@@ -28,6 +28,7 @@ WORKSPACE_BYTES = (32 << 20, (2 * 4096 + 8 * 16) << 10)
 """Of cuBLAS, as torch allocates them on Hopper and on other GPUs."""
 MAX_GAP = 1 << 40
 """Bytes between two addresses of torch's memory beyond which what lies between is taken for numbers."""
+LOW_HALF = (1 << 32) - 1
 _POINTER_TABLES = ("_ptrs", ".layout")
 """Names of listed tensors that hold addresses themselves."""
 
@@ -97,6 +98,9 @@ def find_strangers(worker: Any, unlisted: Iterable[str] = ()) -> tuple[int, int,
             mapped[word] = _is_mapped(word)
         if mapped[word] and memory.is_known(word):
             known += is_certain
+            continue
+        if not mapped[word] and word & LOW_HALF == 0:
+            # A 32-bit zero and four bytes of padding that were never written; no tensor here begins so round.
             continue
         owner = memory.describe(word)
         if is_certain or owner.startswith("active_allocated"):
