@@ -91,6 +91,16 @@ def has_connector_in_layers(vllm_config: VllmConfig) -> bool:
     )
 
 
+def offloads_whole_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether the KV connector is vLLM's offloading: of decodes it stores each block once it is full."""
+    config = vllm_config.kv_transfer_config
+    return (
+        config is not None
+        and config.kv_connector == "OffloadingConnector"
+        and not config.kv_connector_module_path
+    )
+
+
 def has_kv_events(vllm_config: VllmConfig) -> bool:
     """Whether vLLM publishes KV cache events."""
     config = vllm_config.kv_events_config

@@ -149,7 +149,9 @@ CONNECTORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "failing, waited for": (lambda: FakeConnector(share_failing=0.5, is_async=False), {}),
     "failing meanwhile, events": (lambda: FakeConnector(share_failing=0.5, is_async=True), {}),
     "offloading": (FakeOffloading, {"num_stems": 8}),
+    "offloading, outputs": (FakeOffloading, {"num_stems": 8}),
 }
+OFFLOADING = {"cpu_bytes_to_use": 1 << 20}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,10 @@ CONNECTORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         ("offloading", 24, "sync"),
         ("offloading", 24, "async"),
         ("offloading", 100, "async deep"),
+        ("offloading, outputs", 24, "sync"),
+        ("offloading, outputs", 24, "async"),
+        ("offloading, outputs", 100, "async"),
+        ("offloading, outputs", 100, "async deep"),
     ],
 )
 def test_steps_with_a_connector_are_vllms(
@@ -176,8 +182,9 @@ def test_steps_with_a_connector_are_vllms(
 ) -> None:
     make_connector, traffic = CONNECTORS[name]
     config = connector("ExampleConnector")
-    if name == "offloading":
-        config = connector("OffloadingConnector", {"cpu_bytes_to_use": 1 << 20})
+    if name.startswith("offloading"):
+        options = OFFLOADING | {"offload_prompt_only": "outputs" not in name}
+        config = connector("OffloadingConnector", options)
     if "events" in name:
         config["kv_events_config"] = EVENTS
     pair = make_pair(make_config, depth, make_connector, num_blocks=num_blocks, **config)
@@ -193,7 +200,7 @@ def test_steps_with_a_connector_are_vllms(
     assert pair.num_batched_tokens > pair.num_tokens * 0.4
     assert pair.stock.num_preemptions > 0 or num_blocks > 24
     batched, stock = (vars(side.worker.connector) for side in pair.sides)
-    if name == "offloading":
+    if name.startswith("offloading"):
         counts = {what: count for what, count in stock.items() if what.startswith("num_")}
         assert counts == {what: batched[what] for what in counts}
         assert min(counts.values()) > 0 or num_blocks > 24, counts
@@ -252,6 +259,39 @@ def test_a_steady_step_asks_nothing_request_by_request(
     for _ in range(40):
         simulation.step()
     assert [len(simulation.outputs[f"r{index}"]) for index in range(6)] == [47] * 4 + [43] * 2
+
+
+def test_offloading_is_told_of_decodes_whose_blocks_change(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = connector("OffloadingConnector", OFFLOADING | {"offload_prompt_only": False})
+    offloading = FakeOffloading()
+    simulation = make_simulation(
+        make_config,
+        **{"num_blocks": 60, "block_size": 16, "max_num_seqs": 8, "depth": 2, "connector": offloading},
+        **config,
+    )
+    for index in range(6):
+        request = make_request(f"r{index}", [index] * (20 + index), 60, block_hasher=HASHER)
+        simulation.scheduler.add_request(request)
+    for _ in range(4):
+        simulation.step()
+    told: list[int] = []
+    build = simulation.scheduler.connector.build_connector_meta
+
+    def note(output: SchedulerOutput) -> Any:
+        told.append(len(output.num_scheduled_tokens))
+        return build(output)
+
+    monkeypatch.setattr(simulation.scheduler.connector, "build_connector_meta", note)
+    num_stored = offloading.num_stored
+    for _ in range(48):
+        simulation.step()
+    # Each request fills three blocks, and gets the next one in the same step.
+    assert sum(told) == 18 and len(told) == 48
+    while offloading.is_busy or simulation.in_flight:
+        simulation.step()
+    assert offloading.num_stored >= num_stored + 18
 
 
 def test_the_fast_path_of_a_step_is_kept_until_its_output_or_a_later_one(make_config: MakeConfig) -> None:

@@ -385,6 +385,18 @@ class DecodeBatch:
                 new_block_ids[position] = new
         return new_block_ids
 
+    def rows_with_other_blocks(self, new_block_ids: NewBlockIds, block_size: int) -> list[int]:
+        """Return the positions of requests that get a block, or whose last known token has filled one.
+
+        Args:
+            new_block_ids: from ``allocate_slots``.
+            block_size: tokens of a block.
+        """
+        rows = enumerate(zip(new_block_ids, self._constants, strict=True))
+        return [
+            row for row, (new, each) in rows if new is not None or len(each.all_token_ids) % block_size == 0
+        ]
+
     @property
     def lacks_grammar_tokens(self) -> bool:
         """Whether a grammar needs tokens of a step in flight before it can make its mask."""

@@ -28,6 +28,7 @@ from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
     batches_decode_steps,
     has_kv_connector,
+    offloads_whole_blocks,
     rose_options,
     why_steps_are_not_split,
     why_steps_have_no_budget,
@@ -68,6 +69,8 @@ class BatchedScheduling(Scheduler):
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
         self._batches_decode_steps = batches_decode_steps(vllm_config)
+        # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
+        self._tells_of_filled_blocks_only = offloads_whole_blocks(vllm_config)
         self._may_split = why_steps_are_not_split(vllm_config) is None
         has_budget = why_steps_have_no_budget(vllm_config) is None
         self._step_budget = StepBudget.of(options.step_budget) if has_budget else None
@@ -204,7 +207,10 @@ class BatchedScheduling(Scheduler):
                 resolve_block_ids=self.kv_cache_manager.get_block_ids,
                 boundary_state_offloads={},
             )
-            output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
+            told = output
+            if self._tells_of_filled_blocks_only:
+                told = _with_rows(batch.rows_with_other_blocks(new_block_ids, self.block_size), output)
+            output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, told)
             output.kv_connector_block_state = None
         self._advance(batch, is_new_step=True)
         self.finished_req_ids = set()
@@ -449,6 +455,25 @@ def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOu
     )
     output.num_scheduled_tokens = batch.num_scheduled_tokens | output.num_scheduled_tokens
     output.total_num_scheduled_tokens += len(batch.request_ids)
+
+
+def _with_rows(rows: list[int], output: SchedulerOutput) -> SchedulerOutput:
+    """Return a step of decodes with some of its requests only."""
+    data, part = output.scheduled_cached_reqs, copy.copy(output)
+    part.scheduled_cached_reqs = CachedRequestData.make_empty()
+    if rows:
+        part.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[data.req_ids[row] for row in rows],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[data.new_block_ids[row] for row in rows],
+            num_computed_tokens=[data.num_computed_tokens[row] for row in rows],
+            num_output_tokens=[data.num_output_tokens[row] for row in rows],
+        )
+    part.num_scheduled_tokens = dict.fromkeys(part.scheduled_cached_reqs.req_ids, 1)
+    part.total_num_scheduled_tokens = len(rows)
+    return part
 
 
 def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:
