@@ -218,7 +218,6 @@ class Runner:
     def add(self, request_id: str, prompt: list[int], last: int) -> None:
         """Put a request in whose prompt has been computed, and whose first token is ``last``."""
         states, slot = self.req_states, self.req_states.free.pop()
-        self.set_delta(slot, len(prompt))
         states.req_id_to_index[request_id] = slot
         states.prefill_len.np[slot] = len(prompt)
         states.num_computed_tokens.gpu[slot] = len(prompt)
