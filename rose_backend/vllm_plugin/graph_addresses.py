@@ -25,10 +25,12 @@ from rose_backend.kernels.gpu_properties import current_workspace
 _OWNERS = (
     *("model", "kv_caches", "input_buffers", "block_tables", "attn_groups", "cudagraph_manager"),
     *("req_states", "sampler"),
+    # Of the state's other parts, outputs of encoders come and go.
+    *("model_state.rope_state", "model_state.encoder_runner.inputs_embeds"),
 )
-"""Attributes of vLLM's ``GPUModelRunner`` (V2): whatever graphs hold belongs to one of them, or to a workspace."""
+"""Paths from vLLM's ``GPUModelRunner`` (V2): whatever graphs hold belongs to one of them, or to a workspace."""
 _HELD_BY_ROSE_ALONE = (
-    "model.lm_head.",
+    *("model.lm_head.", "model.language_model.lm_head."),
     "cudagraph_manager.rose_",
     "req_states.",
     "sampler.",
@@ -63,7 +65,7 @@ def addresses_of(runner: Any) -> dict[str, Range]:
     seen: dict[int, Any] = {id(runner): runner}
     # Draws are launched, and captured, outside of any engine's workspace.
     queue = deque(
-        [*((name, getattr(runner, name)) for name in _OWNERS), ("Rose's workspace", current_workspace())]
+        [*((path, _owned(runner, path)) for path in _OWNERS), ("Rose's workspace", current_workspace())]
     )
     if is_workspace_manager_initialized():
         queue.append(("workspace", current_workspace_manager()))
@@ -76,6 +78,13 @@ def addresses_of(runner: Any) -> dict[str, Range]:
             seen[id(value)] = value
             queue.extend((f"{name}.{key}", part) for key, part in _parts_of(value))
     return found
+
+
+def _owned(runner: Any, path: str) -> Any:
+    """Return what a path leads to; None for what a model does not have."""
+    for name in path.split("."):
+        runner = getattr(runner, name, None)
+    return runner
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -54,6 +54,7 @@ from rose_backend.kernels.decode_step.ops import (
     end_step,
     write_block_ids,
 )
+from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.captured_processors import (
     GrammarMasks,
@@ -73,6 +74,7 @@ from rose_backend.vllm_plugin.sampler import ReplayedSampling
 NUM_LOGITS_PROCESSORS = 3
 """vLLM's own: bias, penalties, bad words."""
 
+_FIELDS_OF_PICTURES = ("free_encoder_mm_hashes", "encoder_input_updates")
 _FIELDS_OF_STEADY_STEPS = (
     *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     *("finished_req_ids", "preempted_req_ids"),
@@ -80,6 +82,8 @@ _FIELDS_OF_STEADY_STEPS = (
     *("has_structured_output_requests", "pending_structured_output_tokens"),
     # Handed to the KV connector.
     "kv_connector_metadata",
+    # Of pictures that nobody needs any more; the second is there from vLLM 0.33 on.
+    *_FIELDS_OF_PICTURES,
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
@@ -109,7 +113,6 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         "engines in step with others": runner.dp_size > 1,
         "microbatches": runner.ubatch_runner is not None,
         "pooling": runner.is_pooling_model,
-        "multimodal inputs": runner.uses_inputs_embeds or runner.encoder_cache is not None,
         "a KV connector that works layer by layer": has_connector_in_layers(config),
         "an encoder cache connector": runner.ec_connector is not NO_OP_EC_CONNECTOR,
         "outputs for a connector": runner.aux_output_connector is not None,
@@ -121,18 +124,28 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
             isinstance(group.kv_cache_spec, MambaSpec) for groups in runner.attn_groups for group in groups
         ),
         "a model with its own state": type(state) is not DefaultModelState
-        or state.rope_state is not None
         or state.prompt_embeds_state is not None
         or state.num_new_sampled_tokens_per_step != 1,
-        "a model without lm_head": not hasattr(runner.model, "lm_head"),
         "another sampler": type(sampler) is not Sampler,
         "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
     }
     return (
         first_reason(reasons)
+        or _why_model_inputs_are_not_replayed(runner)
         or _why_sampler_is_not_replayed(sampler)
         or _why_attention_is_not_replayed(runner)
     )
+
+
+def _why_model_inputs_are_not_replayed(runner: Any) -> str | None:
+    state = runner.model_state
+    is_plain = hasattr(runner.model, "lm_head") and not state.supports_mm_inputs and state.rope_state is None
+    unaudited = None if is_plain else find_unaudited(runner.model_config, only_decodes=True)
+    reasons = {
+        f"{unaudited} is not among the audited models": unaudited is not None,
+        "pruning of videos": state.mm_pruner is not None,
+    }
+    return first_reason(reasons)
 
 
 def _why_sampler_is_not_replayed(sampler: Any) -> str | None:
@@ -281,6 +294,40 @@ class ReplayedOutput(AsyncModelRunnerOutput):
         return self.kv_connector_output
 
 
+class ModelInputs:
+    """What layers read beside vLLM's input buffers: embeddings, in multimodal models, and M-RoPE positions.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V2).
+        max_num_rows: of a step that only decodes.
+    """
+
+    def __init__(self, runner: Any, max_num_rows: int) -> None:
+        self._model, state = runner.model, runner.model_state
+        self._embeds = state.encoder_runner.inputs_embeds if state.supports_mm_inputs else None
+        self._rope = state.rope_state
+        # vLLM's own take turns, from one step with new requests to the next.
+        self._deltas = torch.zeros(max_num_rows, dtype=torch.int32, device=runner.device)
+        self.has_any = self._embeds is not None or self._rope is not None
+
+    def take_over(self, slots: NDArray[np.int64], num_rows: int) -> None:
+        """Bring what belongs to the requests of the next steps that only decode to where their graphs read it."""
+        if self._rope is None:
+            return
+        deltas = torch.zeros(num_rows, dtype=torch.int32, pin_memory=self._deltas.is_cuda)
+        deltas.numpy()[: len(slots)] = self._rope.prefill_delta.np[slots]
+        # torch keeps pinned memory until the copy has run.
+        self._deltas[:num_rows].copy_(deltas, non_blocking=True)
+
+    def write(self, inputs: StepInputs, num_rows: int) -> None:
+        """Write them for a step that only decodes, from its ids and positions: a text's, in all dimensions alike."""
+        if self._rope is not None:
+            positions = inputs.positions[:num_rows].expand(self._rope.num_dims, num_rows)
+            torch.add(positions, self._deltas[:num_rows], out=self._rope.positions[:, :num_rows])
+        if self._embeds is not None:
+            self._embeds[:num_rows].copy_(self._model.embed_input_ids(inputs.input_ids[:num_rows]))
+
+
 End = tuple[str, int]
 """``greedy``, ``drawn``, ``processed`` or ``mixed``; and the number of rows."""
 
@@ -349,6 +396,7 @@ class StepGraphs:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._state = _state_of(runner)
         self._inputs = _inputs_of(runner, max(most, runner.max_num_reqs))
+        self._model_inputs = ModelInputs(runner, most)
         self._groups = _groups_of(runner)
         self._copies_of_computed_tokens = _copies_of_computed_tokens(runner)
         self._mixed_sizes: list[int] = []
@@ -474,7 +522,8 @@ class StepGraphs:
         If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
         """
         cached, batch = output.scheduled_cached_reqs, self._armed
-        is_changed = bool(output.finished_req_ids or output.preempted_req_ids)
+        names = ("finished_req_ids", "preempted_req_ids", *_FIELDS_OF_PICTURES)
+        is_changed = any(getattr(output, name, None) for name in names)
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
             self._append_blocks(batch, cached)
             return batch
@@ -494,6 +543,7 @@ class StepGraphs:
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
         self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
+        self._model_inputs.take_over(slot_array, desc.num_tokens)
         self._armed = self._batch_of(request_ids, desc, desc.num_tokens)
         return self._armed
 
@@ -533,6 +583,8 @@ class StepGraphs:
         runner.free_states(output)
         runner.add_requests(output)
         runner.update_requests(output)
+        for request_id, updates in getattr(output, "encoder_input_updates", {}).items():
+            runner.encoder_cache.update_encoder_inputs(request_id, updates)
         runner.block_tables.apply_staged_writes()
 
     def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
@@ -590,6 +642,8 @@ class StepGraphs:
         """Return what a step with prompts has that is vLLM's; None if nothing."""
         if self._replayed is None:
             return "prompts without Rose's sampler"
+        if self._model_inputs.has_any:
+            return "prompts of a multimodal model"
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
             if params is None or new.prefill_token_ids is None:
@@ -773,6 +827,7 @@ class StepGraphs:
         """Write the inputs of a step."""
         slots, padding_slot = self._slots[:size], self._runner.max_num_reqs
         begin_decode_step(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
+        self._model_inputs.write(self._inputs, size)
         for written, copy in self._copies_of_computed_tokens:
             copy[:size].copy_(written[:size])
 

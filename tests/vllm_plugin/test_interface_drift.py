@@ -57,6 +57,10 @@ from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.kv_connector import KVConnector
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
@@ -291,7 +295,8 @@ def test_vllm_says_when_weights_were_replaced_and_captures_again_what_was_releas
     assert "tags" in inspect.signature(gpu_worker.Worker.wake_up).parameters
     assert "named_buffers()" in inspect.getsource(gpu_worker.Worker.wake_up), "scales of norms are buffers"
     for name in graph_addresses._OWNERS:
-        assert f"self.{name}" in inspect.getsource(runner), f"model runner V2 has no {name}"
+        owner = name.partition(".")[0]
+        assert f"self.{owner}" in inspect.getsource(runner), f"model runner V2 has no {owner}"
     source = inspect.getsource(cudagraph_utils.CudaGraphManager.release_graphs)
     assert "self.graphs.clear()" in source
     # What is allocated while a model loads is lost in a deep sleep, unlike what is allocated while vLLM profiles.
@@ -322,6 +327,36 @@ def test_block_tables_hold_what_steady_steps_write() -> None:
     assert "for i in range(self.num_kv_cache_groups):" in source and "block_ids = new_block_ids[i]" in source
     assert "self.block_tables.apply_staged_writes()" in inspect.getsource(
         model_runner.GPUModelRunner.execute_model
+    )
+
+
+def test_layers_read_the_embeddings_and_positions_that_steady_steps_write() -> None:
+    """See ``ModelInputs``, and the order in ``StepGraphs._update_requests``."""
+    for owner, names in (
+        (ModelState, ("supports_mm_inputs", "encoder_runner")),
+        (DefaultModelState, ("rope_state", "mm_pruner", "prompt_embeds_state")),
+        (EncoderRunner, ("inputs_embeds",)),
+        (RopeState, ("num_dims", "positions", "prefill_delta")),
+    ):
+        source = inspect.getsource(owner)
+        assert all(re.search(rf"self\.{name}(: .*)? = ", source) for name in names), owner.__name__
+    source = inspect.getsource(DefaultModelState)
+    for part in (
+        "self.encoder_runner.inputs_embeds[:num_tokens]",
+        "self.rope_state.get_positions(num_tokens)",
+    ):
+        assert part in source, f"graphs do not hold {part}"
+    assert "self.prefill_delta = UvaBackedTensor(" in inspect.getsource(RopeState)
+    assert "self.positions[:, :num_tokens]" in inspect.getsource(RopeState.get_positions)
+    # Media are within prompts, so that a decode embeds its id and nothing else.
+    source = inspect.getsource(EncoderRunner.gather_mm_embeddings)
+    assert "if is_decode.all():" in source and "return [], is_mm_embed" in source
+    source = inspect.getsource(model_runner.GPUModelRunner.execute_model)
+    calls = ("finish_requests(", "free_states(", "add_requests(", "update_requests(", "apply_staged_writes()")
+    places = [source.find(call) for call in calls]
+    assert -1 not in places and places == sorted(places), places
+    assert "encoder_input_updates" not in source or (
+        places[3] < source.find("self.encoder_cache.update_encoder_inputs(req_id, updates)") < places[4]
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from transformers.utils import is_torchvision_available
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
@@ -27,6 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 import rose_backend
 from rose_backend.vllm_plugin.attention.audited_models import (
     AUDITED_CLASSES,
+    AUDITED_FOR_DECODES,
     class_of,
     find_unaudited,
     wrap_determine_batch_execution,
@@ -293,6 +296,7 @@ HARMLESS = {
     "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts": "taken again by the same step",
     "vllm.model_executor.models.gemma4:Gemma4Model": "by fast prefill alone, which is refused",
     "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionTransformer": "an encoder, outside of the graphs",
+    "vllm.model_executor.models.qwen3_vl:Qwen3_VisionTransformer": "an encoder, outside of the graphs",
 }
 """What audited models reach of the listed classes, and why a replay may leave it out."""
 
@@ -322,6 +326,48 @@ def test_what_an_audited_model_is_made_of_keeps_nothing(
 ) -> None:
     reached = {each.name for each in classes[name].reached()}
     assert len(reached) > 1 and not (reached & state.keys()) - HARMLESS.keys()
+
+
+@pytest.mark.parametrize("name", AUDITED_FOR_DECODES)
+def test_what_is_audited_for_decodes_keeps_features_alone(
+    name: str, classes: dict[str, ModelClass], state: dict[str, set[str]]
+) -> None:
+    kept = {each.name: state.get(each.name, set()) for each in classes[name].reached()}
+    changed = set().union(*(names for each, names in kept.items() if each not in HARMLESS))
+    assert len(kept) > 1 and changed == {"deepstack_input_embeds", "deepstack_input_embeds_num_tokens"}
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is not installed")
+@pytest.mark.parametrize("name", ["qwen3_vl:Qwen3VL", "qwen3_vl_moe:Qwen3VLMoe"])
+def test_ids_without_pictures_leave_features_alone_and_forward_clears_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A replayed step that only decodes embeds its ids, and its layers add what an earlier step has left: zeros."""
+    module = import_module(f"vllm.model_executor.models.{name.partition(':')[0]}")
+    model = object.__new__(getattr(module, f"{name.partition(':')[2]}ForConditionalGeneration"))
+    torch.nn.Module.__init__(model)
+    added: list[torch.Tensor] = []
+
+    def forward(*, inputs_embeds: torch.Tensor, deepstack_input_embeds: Any, **_: Any) -> torch.Tensor:
+        added.extend(each.clone() for each in deepstack_input_embeds.tensors.values())
+        return inputs_embeds
+
+    table = torch.randn(10, 4)
+    model.language_model = SimpleNamespace(embed_input_ids=lambda ids: table[ids], model=forward)
+    model.use_deepstack, model.deepstack_num_level, model.visual_dim, model.multiscale_dim = True, 2, 4, 8
+    model.deepstack_input_embeds = [torch.zeros(6, 4) for _ in range(2)]
+    first_rank = SimpleNamespace(is_first_rank=True)
+    monkeypatch.setattr("vllm.model_executor.models.qwen3_vl.get_pp_group", lambda: first_rank)
+    ids, is_picture = torch.tensor([3, 1, 4, 1]), torch.tensor([False, True, True, False])
+    embeds = model.embed_input_ids(ids, [torch.ones(2, 12)], is_multimodal=is_picture)
+    features = [each.clone() for each in model.deepstack_input_embeds]
+    assert all(each[1:3].all() for each in features)
+    assert torch.equal(model.embed_input_ids(ids), table[ids])
+    assert all(map(torch.equal, model.deepstack_input_embeds, features))
+    # vLLM's step, with padding behind.
+    model.forward(None, ids, inputs_embeds=torch.cat((embeds, embeds[:1])))
+    assert all(torch.equal(got, wanted[:5]) for got, wanted in zip(added, features, strict=True))
+    assert not any(each.any() for each in model.deepstack_input_embeds)
 
 
 def test_the_scan_finds_what_forward_clears_sets_and_inherits(state: dict[str, set[str]]) -> None:
@@ -358,6 +404,8 @@ def model(architecture: str, **text: Any) -> Any:
 )
 def test_the_class_that_runs_counts(config: Any, unaudited: str | None) -> None:
     assert find_unaudited(config) == unaudited
+    is_for_decodes = config.architecture.startswith("Qwen3VL")
+    assert find_unaudited(config, only_decodes=True) == (None if is_for_decodes else unaudited)
 
 
 class OwnQwen3(Qwen3ForCausalLM):  # type: ignore[misc]
@@ -378,7 +426,8 @@ def test_a_class_of_the_users_own_is_not_audited(monkeypatch: pytest.MonkeyPatch
 def test_the_documentation_lists_them() -> None:
     section = PAGE.read_text().partition("### Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
     listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))`", section)
-    own = {name.partition(":")[2] for name in AUDITED_CLASSES if name.startswith("vllm.")}
+    audited = {**AUDITED_CLASSES, **AUDITED_FOR_DECODES}
+    own = {name.partition(":")[2] for name in audited if name.startswith("vllm.")}
     assert len(listed) == len(set(listed)) and set(listed) == own
 
 
@@ -389,7 +438,8 @@ def test_vllms_registry_has_every_audited_class() -> None:
         for entry in ModelRegistry.models.values()
         if isinstance(entry, _LazyRegisteredModel)
     }
-    assert AUDITED_CLASSES.keys() <= registered
+    assert AUDITED_CLASSES.keys() | AUDITED_FOR_DECODES.keys() <= registered
+    assert not AUDITED_CLASSES.keys() & AUDITED_FOR_DECODES.keys()
 
 
 # A prompt's last token beside decodes: not replayed as a decode where a model keeps features for its forward.

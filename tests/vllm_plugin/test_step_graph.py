@@ -48,15 +48,16 @@ from rose_backend.vllm_plugin.step_graph import (
     FIELDS_OF_OTHER_STEPS,
     NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
+    ModelInputs,
     StepGraphs,
     has_prompts,
     why_engine_is_not_replayed,
     why_step_is_not_replayed,
 )
-from tests.support.decode_steps import BLOCK_SIZES, make_case, make_mixed_case
+from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
 from tests.support.vllm_plugin.configs import connector
-from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm
+from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm, positions_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
     GROUPS,
@@ -67,6 +68,7 @@ from tests.support.vllm_plugin.steady_runner import (
     Requests,
     Runner,
     make_output,
+    rope_state,
 )
 
 WIDTH = MAX_LEN // BLOCK_SIZE
@@ -87,12 +89,15 @@ def runner() -> Runner:
     return Runner()
 
 
+@pytest.mark.parametrize("sees_pictures", [False, True], ids=["text", "multimodal"])
 @pytest.mark.parametrize(("seed", "share_own"), [(5, 0.0), (0, 0.4), (1, 0.4)])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_requests_come_and_go(
-    groups: tuple[tuple[int, int | None, int], ...], seed: int, share_own: float
+    groups: tuple[tuple[int, int | None, int], ...], seed: int, share_own: float, sees_pictures: bool
 ) -> None:
     runner = Runner(groups)
+    if sees_pictures:
+        runner.see_pictures()
     steps, requests, choose = StepGraphs(runner), Requests(runner), random.Random(seed)
     states, num_own = runner.req_states, 0
     for _ in range(200):
@@ -215,6 +220,40 @@ def test_prompts_are_recognized_by_what_comes_with_them(name: str) -> None:
     assert not has_prompts(output)
     setattr(output, name, [1])
     assert has_prompts(output) and why_step_is_not_replayed(output) is None
+
+
+def test_what_comes_of_pictures_is_done_in_replayed_steps(runner: Runner) -> None:
+    runner.see_pictures()
+    updates: list[Any] = []
+    runner.encoder_cache.update_encoder_inputs = lambda *update: updates.append(update)
+    steps, requests = StepGraphs(runner), Requests(runner)
+    requests.add(3)
+    for is_armed in (False, True):
+        outputs = runner.encoder_cache.encoder_outputs = {"a": torch.zeros(1), "b": torch.zeros(1)}
+        output = requests.step()
+        output.free_encoder_mm_hashes = ["a"]
+        # From vLLM 0.33 on.
+        output.encoder_input_updates = {"request 0": {0: None}}
+        assert (steps._armed is not None) == is_armed
+        assert run(steps, output) == requests.expect()
+        assert [*outputs] == ["b"] and updates == [("request 0", {0: None})] * (1 + is_armed)
+    assert run(steps, requests.step()) == requests.expect() and len(updates) == 2
+
+
+def test_prompts_of_multimodal_models_are_vllms() -> None:
+    runner = SamplingRunner()
+    runner.see_pictures()
+    steps, requests = StepGraphs(runner), Requests(runner)
+    requests.add(3)
+    counts = [STEPS.vllm.get("prompts of a multimodal model", 0)]
+    request_id = requests.arrive(5, 2)
+    assert not steps.launch(requests.mixed_step({request_id: 2}))
+    # The last token of a prompt looks like a decode, and may be a picture's.
+    runner.add(request_id, [1, 2, 3, 4, 5], last=0)
+    requests.computed[request_id] = 4
+    output = requests.mixed_step({request_id: 1})
+    assert not has_prompts(output) and not steps.launch(output)
+    assert STEPS.vllm["prompts of a multimodal model"] == counts[0] + 2
 
 
 def test_what_a_request_wants_decides(runner: Runner) -> None:
@@ -630,9 +669,13 @@ MOVABLE = {
     "cudagraph_manager.hidden_states": StaleGraphs.ALL,
     "req_states.total_len.gpu": StaleGraphs.ROSES,
     "req_states.last_sampled_tokens": StaleGraphs.ROSES,
+    "model_state.rope_state.positions": StaleGraphs.ALL,
+    "model_state.encoder_runner.inputs_embeds": StaleGraphs.ALL,
+    "model.language_model.lm_head.weight": StaleGraphs.ROSES,
     "sampler.penalties_state.output_bin_counts": StaleGraphs.ROSES,
     "sampler.sample.graphs.parameters.num_logprobs": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._slots": StaleGraphs.ROSES,
+    "cudagraph_manager.rose_step_graphs._model_inputs._deltas": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._groups.layout": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._row_inputs._bytes": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._masks._bitmask": StaleGraphs.ROSES,
@@ -656,6 +699,8 @@ class CapturedRunner(SamplingRunner):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
+        self.see_pictures()
+        self.model.language_model = SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
         self.events: list[Any] = []
         self.model.layer, self.model.take_moved_weights = Layer(), lambda: self.events.append("taken")
         monkeypatch.setattr(StepGraphs, "capture", self._note_capture)
@@ -737,6 +782,8 @@ def test_every_tensor_that_steps_and_graphs_of_layers_use_is_listed(monkeypatch:
         ),
         *steps._row_inputs.tensors.values(),
         *runner.model.lm_head.parameters(),
+        *runner.model.language_model.lm_head.parameters(),
+        *(steps._model_inputs._deltas, steps._model_inputs._embeds, steps._model_inputs._rope.positions),
         *(steps._slots, steps._tokens, steps._last_hidden, steps._groups.layout),
     ]
     addresses = [each.data_ptr() for each in used if isinstance(each, torch.Tensor)]
@@ -765,6 +812,8 @@ def test_tensors_that_take_turns_are_not_listed(monkeypatch: pytest.MonkeyPatch)
     runner.req_states.backed, runner.block_tables.pools = backed, [pool]
     # Nor what is of the requests of one step, or on another device.
     runner.execute_model_state, runner.req_states.elsewhere = torch.zeros(3), torch.zeros(3, device="meta")
+    runner.encoder_cache.encoder_outputs["a picture"] = torch.zeros(3)
+    runner.model_state.rope_state.apply_staged_writes()
     assert graph_addresses.addresses_of(runner) == addresses
 
 
@@ -1106,13 +1155,12 @@ def make_group(spec: Any, builder: type[Any] = RoseAttentionMetadataBuilder) -> 
 def make_runner(*groups: list[AttentionGroup]) -> Any:
     """Return a runner with nothing that a steady step leaves out, but for what its KV cache groups are."""
     state, sampler = object.__new__(DefaultModelState), object.__new__(Sampler)
-    for name, value in (("rope_state", None), ("prompt_embeds_state", None)):
-        setattr(state, name, value)
-    state.num_new_sampled_tokens_per_step = 1
+    state.rope_state = state.prompt_embeds_state = state.mm_pruner = None
+    state.supports_mm_inputs, state.num_new_sampled_tokens_per_step = False, 1
     sampler.logits_processors = [object()] * NUM_LOGITS_PROCESSORS
     sampler.trace_replay_state, sampler.return_sampling_mask, sampler.compute_nans = None, False, False
-    off = ("use_aux_hidden_state_outputs", "use_pp", "use_dcp", "is_pooling_model", "uses_inputs_embeds")
-    nothing = ("speculative_config", "lora_config", "pcp_manager", "ubatch_runner", "encoder_cache")
+    off = ("use_aux_hidden_state_outputs", "use_pp", "use_dcp", "is_pooling_model")
+    nothing = ("speculative_config", "lora_config", "pcp_manager", "ubatch_runner")
     nothing += ("aux_output_connector", "fast_prefill", "batch_sharder")
     return SimpleNamespace(
         **dict.fromkeys((*off, "check_ep_fault"), False),
@@ -1128,6 +1176,11 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
         dp_size=1,
         ec_connector=NO_OP_EC_CONNECTOR,
         model=SimpleNamespace(lm_head=object()),
+        # Of a text model nobody asks whether it is audited.
+        model_config=SimpleNamespace(
+            architecture="NobodysForCausalLM",
+            hf_text_config=SimpleNamespace(architectures=None, model_type=""),
+        ),
         attn_groups=list(groups),
         block_tables=SimpleNamespace(num_kv_cache_groups=len(groups), redirect_writes_to_null_block=False),
     )
@@ -1181,6 +1234,39 @@ def test_other_groups_are_vllms_and_the_reason_is_told(case: str) -> None:
     runner = make_runner([make_group(FULL)], [make_group(WINDOW)])
     make_change(runner)
     assert why_engine_is_not_replayed(runner) == reason
+
+
+@pytest.mark.usefixtures("make_config")
+@pytest.mark.parametrize("needs", ["embeddings", "M-RoPE", "a language model's head"])
+@pytest.mark.parametrize(
+    ("architecture", "is_replayed"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", True),
+        ("Qwen3VLForConditionalGeneration", True),
+        ("Qwen3VLMoeForConditionalGeneration", True),
+        ("PaddleOCRVLForConditionalGeneration", True),
+        ("Ernie4_5_VLMoeForConditionalGeneration", False),
+        ("Granite4VisionForConditionalGeneration", False),
+        ("Mistral3ForConditionalGeneration", False),
+    ],
+)
+def test_multimodal_engines_are_replayed_if_their_class_is_audited(
+    architecture: str, is_replayed: bool, needs: str
+) -> None:
+    runner = make_runner([make_group(FULL)])
+    runner.model_config.architecture, state = architecture, runner.model_state
+    if needs == "embeddings":
+        state.supports_mm_inputs = True
+    elif needs == "M-RoPE":
+        state.rope_state = object()
+    else:
+        runner.model = SimpleNamespace(language_model=SimpleNamespace(lm_head=object()))
+    # Mistral's language model has an architecture that nobody knows.
+    unaudited = "" if architecture.startswith("Mistral") else architecture
+    reason = None if is_replayed else f"{unaudited} is not among the audited models"
+    assert why_engine_is_not_replayed(runner) == reason
+    state.mm_pruner = object()
+    assert why_engine_is_not_replayed(runner) == (reason or "pruning of videos")
 
 
 QUERIES = {"lmcache.mp.transfer_intermediate_tensors": True}
@@ -1242,6 +1328,31 @@ def test_a_step_leaves_what_vllms_leaves(
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
         assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+
+
+@pytest.mark.parametrize("num_dims", [3, 4])
+@pytest.mark.parametrize(("num_requests", "num_rows"), [(1, 1), (3, 4), (8, 8)])
+def test_positions_in_all_dimensions_are_vllms(num_requests: int, num_rows: int, num_dims: int) -> None:
+    case = make_case(num_requests, num_rows)
+    theirs = rope_state(num_dims)
+    generator = np.random.default_rng(num_rows)
+    theirs.prefill_delta.np[:] = generator.integers(-50, 50, NUM_SLOTS)
+    theirs.apply_staged_writes()
+    ours = SimpleNamespace(
+        num_dims=num_dims, prefill_delta=theirs.prefill_delta, positions=theirs.positions.clone()
+    )
+    state = SimpleNamespace(rope_state=ours, supports_mm_inputs=False)
+    inputs = ModelInputs(SimpleNamespace(model=None, model_state=state, device=torch.device("cpu")), num_rows)
+    inputs.take_over(case.slots[:num_requests].numpy(), num_rows)
+    # vLLM's go on to the other buffer, with new requests.
+    before = theirs.prefill_delta.gpu
+    theirs.prefill_delta.copy_to_uva()
+    before.fill_(99)
+    case.begin()
+    inputs.write(case.inputs, num_rows)
+    run_interpreted(positions_as_vllm, theirs, case, num_requests)
+    assert torch.equal(ours.positions[:, :num_requests], theirs.positions[:, :num_requests])
+    assert (ours.positions[:, num_requests:] == 0).all()
 
 
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)

@@ -70,6 +70,16 @@ AUDITED_CLASSES: dict[str, str] = {
 }
 """``module:class``, exactly, as a subclass may keep what its base does not, with the reason."""
 
+_FEATURES = (
+    "Features of images are written before forward, and cleared behind it, in steps with some. Without any, forward "
+    "adds zeros, and embed_input_ids only reads the table."
+)
+AUDITED_FOR_DECODES: dict[str, str] = {
+    f"{_VLLM}qwen3_vl:Qwen3VLForConditionalGeneration": _FEATURES,
+    f"{_VLLM}qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration": f"{_FEATURES} {_EXPERTS}",
+}
+"""Further classes, of whose steps only those that just decode may be replayed without any Python."""
+
 
 _FROM_CONFIG = ""
 _LANGUAGE_MODELS = {
@@ -81,13 +91,18 @@ _LANGUAGE_MODELS = {
 """Audited classes that look up their language model in vLLM's registry, and its architecture there."""
 
 
-def find_unaudited(model_config: ModelConfig) -> str | None:
+def find_unaudited(model_config: ModelConfig, *, only_decodes: bool = False) -> str | None:
     """Return the architecture, of the model or of the language model inside, that has no audited class; None if none.
 
     What counts is the class that vLLM's registry has for it: a user may have registered another one.
+
+    Args:
+        only_decodes: whether steps with prompts are left out.
     """
     outer = model_config.architecture
     path = class_of(outer)
+    if only_decodes and path in AUDITED_FOR_DECODES:
+        return None
     if path not in AUDITED_CLASSES:
         return outer
     inner = _LANGUAGE_MODELS.get(path)

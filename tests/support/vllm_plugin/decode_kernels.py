@@ -18,12 +18,13 @@ KERNELS = {
         "_post_update_kernel",
     ),
     "vllm.v1.worker.gpu.buffer_utils": ("_load_ptr",),
+    "vllm.v1.worker.gpu.mm.rope": ("_prepare_rope_positions_kernel",),
     "vllm.v1.worker.gpu.block_table": ("_gather_block_tables_kernel", "_compute_slot_mappings_kernel"),
 }
 
 
-def vllm_modules() -> tuple[Any, Any]:
-    """Return vLLM's modules of inputs and of block tables, with kernels to interpret: its CPU build has none."""
+def vllm_modules() -> tuple[Any, Any, Any]:
+    """Return vLLM's modules of inputs, block tables and M-RoPE positions, with kernels: its CPU build has none."""
     import triton
 
     modules = {}
@@ -35,7 +36,7 @@ def vllm_modules() -> tuple[Any, Any]:
             function = getattr(module, kernel)
             setattr(module, kernel, function if hasattr(function, "run") else triton.jit(_plain(function)))
     modules["block_table"]._load_ptr = modules["buffer_utils"]._load_ptr
-    return modules["input_batch"], modules["block_table"]
+    return modules["input_batch"], modules["block_table"], modules["rope"]
 
 
 def _plain(function: Any) -> Any:
@@ -44,7 +45,7 @@ def _plain(function: Any) -> Any:
 
 def begin_as_vllm(case: Case, num_requests: int) -> None:
     """Write the inputs of a step as vLLM's runner does: requests, and padding up to the graph's rows."""
-    inputs_of, tables_of = vllm_modules()
+    inputs_of, tables_of, _ = vllm_modules()
     state, inputs, num_rows = case.state, case.inputs, len(case.slots)
     slots = case.slots[:num_requests].clone()
     starts = torch.full((num_rows + 1,), num_requests, dtype=torch.int32)
@@ -108,9 +109,21 @@ def _pointers(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
+def positions_as_vllm(rope: Any, case: Case, num_requests: int) -> None:
+    """Write M-RoPE positions of a step that only decodes as vLLM's ``RopeState`` does."""
+    _, _, rope_of = vllm_modules()
+    rope_of.RopeState.prepare_positions(
+        rope,
+        case.slots[:num_requests].clone(),
+        torch.arange(num_requests + 1, dtype=torch.int32),
+        torch.zeros(NUM_SLOTS, dtype=torch.int32),
+        case.state.num_computed_tokens,
+    )
+
+
 def end_as_vllm(case: Case, num_requests: int) -> None:
     """Move the state on as vLLM's runner does."""
-    inputs_of, _ = vllm_modules()
+    inputs_of, _, _ = vllm_modules()
     state, ones = case.state, torch.ones(num_requests, dtype=torch.int32)
     starts, num_sampled = torch.arange(num_requests + 1, dtype=torch.int32), ones
     if isinstance(case, MixedCase):

@@ -6,13 +6,19 @@ import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.rope import RopeState
+
+from tests.support.decode_steps import NUM_SLOTS
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
 SIZES = (1, 2, 4, 8)
@@ -95,7 +101,7 @@ class Manager:
                 inputs.is_padding[: desc.num_tokens], torch.arange(desc.num_tokens) >= starts[-1]
             )
             assert (runner.block_tables.slot_mappings[:, len(of_row) : desc.num_tokens] == -1).all()
-        hidden = inputs.input_ids[: len(of_row)] + 3 * inputs.positions[: len(of_row)]
+        hidden = runner.read_tokens(len(of_row))
         for index, (block_size, window, _) in enumerate(runner.groups):
             for nth, group in enumerate(runner.attn_groups[index]):
                 decodes, prompts = group.get_metadata_builder().computed_tokens[:, :rows].long()
@@ -163,6 +169,8 @@ class Runner:
         self.products: list[int] = []
         self.execute_model_state: Any = None
         self.kv_connector: Any = NO_OP_KV_CONNECTOR
+        self.encoder_cache: Any = None
+        self.model_state: Any = SimpleNamespace(rope_state=None, supports_mm_inputs=False)
         self.cudagraph_manager = Manager(self)
 
     def _logprobs_dims(self, slots: Any) -> Any:
@@ -172,6 +180,40 @@ class Runner:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.products.append(len(hidden))
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
+
+    def see_pictures(self) -> None:
+        """Have a multimodal model: layers read embeddings and M-RoPE positions in place of ids and positions."""
+        embeds = torch.zeros(MAX_LEN, 1, dtype=torch.float64)
+        self.model_state = SimpleNamespace(
+            rope_state=rope_state(3),
+            supports_mm_inputs=True,
+            encoder_runner=SimpleNamespace(inputs_embeds=embeds),
+        )
+        self.encoder_cache = EncoderCache()
+        self.model.embed_input_ids = lambda ids: (2.0 * ids + 1)[:, None]
+
+    def read_tokens(self, num_tokens: int) -> torch.Tensor:
+        """Return of each token what its id, or embedding, and its positions make."""
+        rope, inputs = self.model_state.rope_state, self.input_buffers
+        if rope is None:
+            return inputs.input_ids[:num_tokens] + 3 * inputs.positions[:num_tokens]
+        weights = torch.tensor([3, 13, 17])
+        embeds = self.model_state.encoder_runner.inputs_embeds[:num_tokens, 0].long()
+        return embeds + (weights[:, None] * rope.positions[:, :num_tokens]).sum(0)
+
+    def expect_token(self, token: int, position: int, delta: int) -> int:
+        """Return what ``read_tokens`` must of a token behind its request's prompt."""
+        if self.model_state.rope_state is None:
+            return token + 3 * position
+        return 2 * token + 1 + (3 + 13 + 17) * (position + delta)
+
+    def set_delta(self, slot: int, num_prompt_tokens: int) -> int:
+        """Return by how much positions behind a prompt are less than tokens; of a prompt with pictures they are."""
+        if (rope := self.model_state.rope_state) is None:
+            return 0
+        rope.prefill_delta.np[slot] = -(num_prompt_tokens % 5)
+        rope.apply_staged_writes()
+        return int(rope.prefill_delta.np[slot])
 
     def add(self, request_id: str, prompt: list[int], last: int) -> None:
         """Put a request in whose prompt has been computed, and whose first token is ``last``."""
@@ -204,7 +246,8 @@ class Runner:
             self.req_states.free.append(slot)
 
     def free_states(self, output: SchedulerOutput) -> None:
-        pass
+        for name in output.free_encoder_mm_hashes:
+            self.encoder_cache.free_encoder_cache(name)
 
     def add_requests(self, output: SchedulerOutput) -> None:
         """Put new requests in, of whose prompts tokens may have been computed before."""
@@ -234,6 +277,7 @@ class Runner:
             The tokens, and what the KV connector reports.
         """
         self.finish_requests(output)
+        self.free_states(output)
         self.update_requests(output)
         self.block_tables.apply_staged_writes()
         ids = output.scheduled_cached_reqs.req_ids
@@ -245,6 +289,10 @@ class Runner:
         computed = states.num_computed_tokens.gpu[slots]
         inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
         inputs.positions[:rows] = computed
+        if (rope := self.model_state.rope_state) is not None:
+            rope.positions[:, :rows] = computed + rope.prefill_delta.gpu[slots]
+            embeds = self.model.embed_input_ids(inputs.input_ids[:rows])
+            self.model_state.encoder_runner.inputs_embeds[:rows] = embeds
         for index, (block_size, _, _) in enumerate(self.groups):
             self._prepare_group(index, block_size, slots, desc.num_tokens)
         batch = SimpleNamespace(idx_mapping=torch.tensor(slots), req_ids=ids, num_tokens=rows)
@@ -276,6 +324,12 @@ class Runner:
             tables.slot_mappings[index, row] = block * block_size + offset
 
 
+def rope_state(num_dims: int) -> RopeState:
+    """Return vLLM's M-RoPE positions, with what takes turns on a GPU taking turns here."""
+    with patch.object(buffer_utils, "is_uva_available", lambda: False):
+        return RopeState(num_dims, NUM_SLOTS, MAX_LEN, MAX_LEN, torch.device("cpu"))
+
+
 class Builder:
     """Metadata builder of a KV cache group."""
 
@@ -304,6 +358,7 @@ class Requests:
         self.blocks: dict[str, tuple[list[int], ...]] = {}
         self.finished: set[str] = set()
         self.count = 0
+        self.deltas: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         """Of requests whose prompt is not over; they are in ``tokens``, too."""
 
@@ -322,6 +377,7 @@ class Requests:
         self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
         self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
         slot = self.runner.req_states.req_id_to_index[request_id]
+        self.deltas[request_id] = self.runner.set_delta(slot, num_prompt_tokens)
         self.blocks[request_id] = self.runner.new_blocks(slot, num_prompt_tokens)
 
     def end(self, request_id: str) -> None:
@@ -402,7 +458,7 @@ class Requests:
     def _next(self, request_id: str) -> int:
         tokens = self.tokens[request_id]
         position = len(tokens) - 1
-        hidden = tokens[-1] + 3 * position
+        hidden = self.runner.expect_token(tokens[-1], position, self.deltas.get(request_id, 0))
         for index, (size, window, num_builders) in enumerate(self.runner.groups):
             blocks = self.blocks[request_id][index]
             first = 0 if window is None else max(position + 1 - window, 0) // size
