@@ -24,7 +24,7 @@ from rose_backend.kernels.gpu_properties import current_workspace
 
 _OWNERS = (
     *("model", "kv_caches", "input_buffers", "block_tables", "attn_groups", "cudagraph_manager"),
-    *("req_states", "sampler"),
+    *("req_states", "sampler", "model_state"),
 )
 """Attributes of vLLM's ``GPUModelRunner`` (V2): whatever graphs hold belongs to one of them, or to a workspace."""
 _HELD_BY_ROSE_ALONE = (
@@ -37,6 +37,8 @@ _HELD_BY_ROSE_ALONE = (
 """vLLM's graphs are of the layers, from the input buffers to the hidden states."""
 _NOT_HELD = (UvaBackedTensor, UvaBufferPool)
 """Their tensors take turns, from step to step."""
+_OF_ONE_STEP = ("mamba_aligned_state_indices",)
+"""Attributes of metadata builders. Graphs read what builders copy from them."""
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "triton"}
 """Their objects are not looked into, apart from modules and containers."""
 
@@ -100,6 +102,8 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
         if name not in ("__dict__", "__weakref__") and hasattr(value, name):
             yield name, getattr(value, name)
     for name, part in getattr(value, "__dict__", {}).items():
+        if name in _OF_ONE_STEP:
+            continue
         if isinstance(value, torch.nn.Module) and name in ("_parameters", "_buffers", "_modules"):
             yield from part.items()
         else:
