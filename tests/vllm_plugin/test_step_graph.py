@@ -14,10 +14,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.compilation import cudagraph_pool
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.forward_context import get_forward_context
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -877,6 +879,45 @@ def test_memory_reaches_to_the_last_element_of_a_view() -> None:
     # Other tests of the process may have left a workspace.
     listed = {name: place for name, place in found.items() if "workspace" not in name}
     assert listed == {"kv_caches.0": (rows.data_ptr() + 40, 4 * 23)}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tied_head_is_listed_as_the_embedding_too(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    runner = CapturedRunner(monkeypatch)
+    layers, head = torch.nn.Module(), runner.model.lm_head
+    layers.embedding = head
+    vars(runner.model)["first" if is_first else "layers"] = layers
+    if is_first:
+        runner.model = SimpleNamespace(**dict(reversed(vars(runner.model).items())))
+    runner.cudagraph_manager.rose_graph_addresses = graph_addresses.GraphAddresses(runner)
+    head.weight = torch.nn.Parameter(torch.zeros(1, 1))
+    moved = runner.cudagraph_manager.rose_graph_addresses.find_moved()
+    assert len(moved) == 2 and which_graphs_hold(moved) == StaleGraphs.ALL
+
+
+def test_what_adapters_are_in_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.float16)
+    layer = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.base_layer, layer.hidden_size, layer.device = (
+        SimpleNamespace(vocab_size=VOCAB_SIZE),
+        4,
+        runner.device,
+    )
+    layer.sharded_to_full_mapping = None
+    layer.create_lora_weights(2, config)
+    meta = LoRAKernelMeta.make(2, 16, runner.device)
+    layer.punica_wrapper = SimpleNamespace(token_mapping_meta=meta)
+    runner.model.layer.product = layer
+    found = graph_addresses.addresses_of(runner)
+    for name in ("lora_a_stacked", "lora_b_stacked"):
+        assert found[f"model.layer.product.{name}"].address == getattr(layer, name).data_ptr()
+    for field in fields(meta):
+        value = getattr(meta, field.name)
+        if isinstance(value, torch.Tensor):
+            name = f"model.layer.product.punica_wrapper.token_mapping_meta.{field.name}"
+            assert found[name].address == value.data_ptr()
 
 
 def test_tensors_that_take_turns_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
