@@ -83,6 +83,10 @@ def addresses_of(runner: Any) -> dict[str, Range]:
         elif id(value) not in seen:
             seen[id(value)] = value
             queue.extend((f"{name}.{key}", part) for key, part in _parts_of(value))
+        elif isinstance(value, torch.nn.Module):
+            # A tied head is the embedding, too, which other graphs hold than the head's.
+            tensors = ((key, part) for key, part in _parts_of(value) if isinstance(part, torch.Tensor))
+            queue.extend((f"{name}.{key}", part) for key, part in tensors)
     return found
 
 

@@ -235,10 +235,28 @@ def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "model runner V1": not vllm_config.use_v2_model_runner,
         "drafts": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    return why_no_graphs(vllm_config) or first_reason(reasons)
+    return why_no_graphs(vllm_config) or first_reason(reasons) or why_adapters_need_vllms_steps(vllm_config)
+
+
+def why_adapters_need_vllms_steps(vllm_config: VllmConfig) -> str | None:
+    """Return why graphs of whole steps, or of steps with prompts, cannot hold LoRA adapters; None if they can.
+
+    None, likewise, without LoRA.
+    """
+    lora, model = vllm_config.lora_config, vllm_config.model_config
+    if lora is None:
+        return None
+    reasons = {
+        # vLLM's graphs then have room for the adapters of a step, and none for rows without one.
+        "--specialize-active-lora": lora.specialize_active_lora,
+        # None of these has been tried.
+        "LoRA of experts": model is not None and model.is_moe,
+        "LoRA of a multimodal model": model is not None and model.is_multimodal_model,
+        "LoRA of a model with states": has_states(vllm_config),
+    }
+    return first_reason(reasons)
 
 
 def why_no_graphs(vllm_config: VllmConfig) -> str | None:

@@ -29,6 +29,7 @@ from vllm.compilation import cudagraph_pool
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import graph_capture
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
@@ -76,6 +77,7 @@ from rose_backend.vllm_plugin.options import (
     has_connector_in_layers,
     rose_options,
     uses_rose_manager,
+    why_adapters_need_vllms_steps,
 )
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
@@ -126,7 +128,6 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
     config = runner.vllm_config
     reasons = {
         "drafts": runner.speculative_config is not None or runner.use_aux_hidden_state_outputs,
-        "LoRA": runner.lora_config is not None,
         "pipeline parallelism": runner.use_pp,
         "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
         "engines in step with others": runner.dp_size > 1,
@@ -148,6 +149,7 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
     return (
         first_reason(reasons)
         or _why_model_inputs_are_not_replayed(runner)
+        or why_adapters_need_vllms_steps(config)
         or _why_sampler_is_not_replayed(sampler)
         or _why_attention_is_not_replayed(runner)
         or _why_states_are_not_replayed(runner)
@@ -420,7 +422,14 @@ class StepGraphs:
         self._temperatures = sampler.sampling_states.temperature.np
         # Rose's, where draws are replayed.
         self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
-        self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs)
+        self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=0)
+        has_lora = runner.lora_config is not None
+        # vLLM's graphs have the products with adapters, or not.
+        self._adapted_desc_of = (
+            _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=1) if has_lora else {}
+        )
+        # Which adapter is in each place when rows were last told theirs.
+        self._adapter_places: list[int | None] | None = None
         self._sizes = sorted({desc.num_tokens for desc in self._desc_of.values()}, reverse=True)
         most = max(self._sizes, default=0)
         device = runner.device
@@ -471,6 +480,10 @@ class StepGraphs:
             graph_capture(device=runner.device),
             # Products have a workspace on each stream.
             torch.cuda.stream(stream),
+            # Ends have the head's product with adapters; its kernels skip rows without one, and all where no row has.
+            runner.maybe_dummy_run_with_lora(
+                runner.lora_config, np.ones(len(self._slots), np.int32), None, num_active_loras=1
+            ),
             cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
             self._ends.capture(self._all_ends(), pool, stream)
@@ -556,14 +569,14 @@ class StepGraphs:
         """
         cached, batch = output.scheduled_cached_reqs, self._armed
         names = ("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies", *_FIELDS_OF_PICTURES)
-        is_changed = any(getattr(output, name, None) for name in names)
+        is_changed = any(getattr(output, name, None) for name in names) or self._have_adapters_moved()
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
             if output.new_block_ids_to_zero:
                 self._runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
             self._append_blocks(batch, cached)
             return batch
-        request_ids = list(cached.req_ids)
-        desc = self._desc_of.get(len(request_ids))
+        request_ids, adapters = list(cached.req_ids), self._adapters_of(output)
+        desc = (self._adapted_desc_of if adapters else self._desc_of).get(len(request_ids))
         if desc is None:
             return "more requests than full graphs of decodes take"
         slot_of = self._runner.req_states.req_id_to_index
@@ -571,9 +584,11 @@ class StepGraphs:
         slot_array = np.fromiter(slots.values(), np.int64, len(slots))
         if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
             return None
-        if (reason := self._why_vllm_samples(slot_array)) is not None:
+        reason = self._why_vllm_loads(adapters) or self._why_vllm_samples(slot_array)
+        if reason is not None:
             return reason
         self._update_requests(output)
+        self._place_adapters(request_ids, slot_array, np.ones(len(slots), np.int32))
         rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
@@ -622,19 +637,58 @@ class StepGraphs:
             runner.encoder_cache.update_encoder_inputs(request_id, updates)
         runner.block_tables.apply_staged_writes()
 
+    def _adapters_of(self, output: SchedulerOutput) -> set[LoRARequest]:
+        """Return the LoRA adapters of a step's requests, of those that it adds, too."""
+        runner = self._runner
+        if runner.lora_config is None:
+            return set()
+        added = {new.lora_request for new in output.scheduled_new_reqs if new.lora_request is not None}
+        active: set[LoRARequest] = runner.lora_state.get_activate_loras(output.scheduled_cached_reqs.req_ids)
+        return active | added
+
+    def _why_vllm_loads(self, adapters: set[LoRARequest]) -> str | None:
+        """Return why a step's adapters are vLLM's to load; None if it has all in memory, or the step has none."""
+        if not adapters:
+            return None
+        loaded = self._runner.lora_manager.list_adapters()
+        is_missing = any(each.load_inplace or each.lora_int_id not in loaded for each in adapters)
+        return "an adapter to load" if is_missing else None
+
+    @torch.inference_mode()
+    def _place_adapters(
+        self, request_ids: list[str], slots: NDArray[np.int64], counts: NDArray[np.int32]
+    ) -> None:
+        """Tell vLLM's kernels the adapter of each row, and of each token; bring those back that have lost their place.
+
+        vLLM does this in every step. It waits for the device, so here it is done where the batch or a place changes.
+        """
+        runner = self._runner
+        if runner.lora_config is not None:
+            runner._set_active_loras(*runner.lora_state.make_lora_inputs(request_ids, slots, counts))
+            self._adapter_places = list(runner.model.lora_manager.lora_index_to_id)
+
+    def _have_adapters_moved(self) -> bool:
+        """Whether an adapter has come into a place, or left one, since rows were last told theirs."""
+        runner = self._runner
+        return (
+            runner.lora_config is not None
+            and runner.model.lora_manager.lora_index_to_id != self._adapter_places
+        )
+
     def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
         """Run the layers of a step with prompts, and return its batch.
 
         If the step is vLLM's, return why, having changed nothing.
         """
-        reason = self._why_prompts_are_not_replayed(output)
+        adapters = self._adapters_of(output)
+        reason = self._why_vllm_loads(adapters) or self._why_prompts_are_not_replayed(output)
         if reason is not None:
             return reason
         step = self._describe(output)
         num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
         # As vLLM's: not told where a row computes part of a prompt.
         max_query_len = None if any(step.is_prompt) else step.counts[-1]
-        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, 0, max_query_len)
+        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, len(adapters), max_query_len)
         size = size_for(self._mixed_sizes, len(step.counts))
         if size is None:
             return "more requests than full graphs of decodes take"
@@ -643,6 +697,8 @@ class StepGraphs:
         self._armed = None
         self._update_requests(output)
         batch = self._batch_of(step.request_ids, desc, size, step)
+        slots = np.fromiter(batch.slots.values(), np.int64, len(batch.slots))
+        self._place_adapters(step.request_ids, slots, np.asarray(step.counts, np.int32))
         self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
@@ -920,11 +976,11 @@ class StepGraphs:
         self._record.write(logits, self._tokens[:size], of_rows)
 
 
-def _decode_graphs(manager: Any, max_num_reqs: int) -> dict[int, Any]:
+def _decode_graphs(manager: Any, max_num_reqs: int, *, num_adapters: int) -> dict[int, Any]:
     """Return vLLM's descriptor of the full decode graph for each number of requests that has one."""
     found = {}
     for num_requests in range(1, max_num_reqs + 1):
-        desc = manager.dispatch(num_requests, num_requests, 1, 0, 1)
+        desc = manager.dispatch(num_requests, num_requests, 1, num_adapters, 1)
         if desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == 1 and desc in manager.graphs:
             found[num_requests] = desc
     return found

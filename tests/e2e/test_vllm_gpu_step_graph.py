@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from rose_backend.kernels.attention import paged_decode
@@ -24,7 +25,7 @@ from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
-from tests.support.half_precision import judge
+from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
@@ -32,6 +33,7 @@ from tests.support.vllm_engines import (
     count_preemptions,
     generate,
     has_roses_layers,
+    inputs_of,
     lose_loads,
     manager_of,
     metrics_of,
@@ -638,6 +640,60 @@ def test_offloaded_blocks_come_back_in_replayed_steps(
     assert len(clear) > len(prompts) // 2
     for other in answers[1:]:
         assert [index for index in clear if other[index] != answers[0][index]] == []
+
+
+@pytest.mark.parametrize(
+    "model", ["Qwen3", "Llama"]
+)  # with and without a tied head, which Llama's adapters change
+def test_adapters_come_and_go_in_replayed_steps(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
+    """Three adapters for two places, beside requests without one and with the same prompts.
+
+    vLLM's kernels add parts of a product in any order, so that texts differ at ties, from one run to the next, too.
+    """
+    base = WRITERS[model](tmp_path / "base")
+    models: dict[LoRARequest | None, Path] = {None: base}
+    for number in (1, 2, 3):
+        path = tmp_path / f"adapter {number}"
+        merged = random_checkpoints.write_random_adapter(base, path, seed=number, with_head=model == "Llama")
+        models[LoRARequest(path.name, number, str(path))] = merged
+    prompts = parity_prompts(VOCAB_SIZE)[:12]
+    requests = [adapter for _ in prompts for adapter in models]
+    inputs = inputs_of([prompt for prompt in prompts for _ in models])
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8 + 5 * (index % 7), ignore_eos=True, logprobs=0)
+        for index in range(len(inputs))
+    ]
+    options: dict[str, Any] = {
+        **{"model": str(base), "dtype": "float16", "enforce_eager": False, "max_num_seqs": 32},
+        **{"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+        **GPU_MEMORY,
+    }
+
+    def judged(llm: Any) -> tuple[list[list[Any]], float]:
+        """Return float32's view of the texts with each adapter, and the largest error of a log-probability."""
+        outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=requests)
+        views, worst = [], 0.0
+        for nth, path in enumerate(models.values()):
+            completions = [output.outputs[0] for output in outputs[nth :: len(models)]]
+            views.append(judge(path, prompts, [list(each.token_ids) for each in completions]))
+            worst = max(worst, float(logprob_errors(views[-1], completions).max()))
+        return views, worst
+
+    with make_engine(attention_backend="FLASH_ATTN", **options) as llm:
+        theirs, error = judged(llm)
+    with make_engine(**options) as llm:
+        STEPS.vllm.clear()
+        for number in (1, 2, 3):
+            before = STEPS.rose
+            ours, worst = judged(llm)
+            assert worst < 2 * error
+            for mine, stocks in zip(ours, theirs, strict=True):
+                assert wrong_tokens(mine, 2 * error) == wrong_tokens(stocks, 2 * error) == []
+            assert STEPS.rose > before + 40, STEPS
+            llm.llm_engine.remove_lora(number)
+        assert STEPS.vllm["an adapter to load"] > 2
+        assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR | {"an adapter to load"}
+        manager_of(llm).check_integrity()
 
 
 def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:

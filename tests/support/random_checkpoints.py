@@ -48,7 +48,10 @@ VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
 SLIDING_WINDOW = 40
 """Tokens that windowed layers attend to. It begins inside a block of 16 more often than not."""
-LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
+LORA_MODULES = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 Writer = Callable[..., Path]
 """Writes a checkpoint to a path, and returns it; may be given a seed."""
 _SMALL: dict[str, Any] = {
@@ -288,8 +291,13 @@ def write_random(
     return path
 
 
-def write_random_adapter(model_path: Path, path: Path, *, rank: int = 8, seed: int = 1) -> Path:
+def write_random_adapter(
+    model_path: Path, path: Path, *, rank: int = 8, seed: int = 1, with_head: bool = False
+) -> Path:
     """Write a LoRA adapter for a checkpoint of this module, and below ``path / "merged"`` what the two make together.
+
+    Args:
+        with_head: adapt ``lm_head``, too, which must not be tied.
 
     Returns:
         The folder of the merged checkpoint.
@@ -297,16 +305,21 @@ def write_random_adapter(model_path: Path, path: Path, *, rank: int = 8, seed: i
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(model.model.layers):
-        for part, names in LORA_MODULES.items():
-            for name in names:
-                weight = getattr(getattr(layer, part), name).weight
-                down = (0.1 * torch.randn(rank, weight.shape[1], generator=random)).half()
-                up = (0.1 * torch.randn(weight.shape[0], rank, generator=random)).half()
-                stem = f"base_model.model.model.layers.{index}.{part}.{name}"
-                tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = down, up
-                # Scaled by alpha / rank.
-                weight.data += up.float() @ down.float()
+    adapted = {
+        f"model.layers.{index}.{part}.{name}": getattr(getattr(layer, part), name).weight
+        for index, layer in enumerate(model.model.layers)
+        for part, names in LORA_MODULES.items()
+        for name in names
+    }
+    if with_head:
+        adapted["lm_head"] = model.lm_head.weight
+    for name, weight in adapted.items():
+        down = (0.1 * torch.randn(rank, weight.shape[1], generator=random)).half()
+        up = (0.1 * torch.randn(weight.shape[0], rank, generator=random)).half()
+        stem = f"base_model.model.{name}"
+        tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = down, up
+        # Scaled by alpha / rank.
+        weight.data += up.float() @ down.float()
     save_adapter(tensors, path, rank)
     model.save_pretrained(path / "merged")
     return path / "merged"
@@ -316,6 +329,6 @@ def save_adapter(tensors: dict[str, torch.Tensor], path: Path, rank: int) -> Non
     """Write a LoRA adapter of ``LORA_MODULES``."""
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
-    modules = [name for names in LORA_MODULES.values() for name in names]
+    modules = [*(name for names in LORA_MODULES.values() for name in names), "lm_head"]
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(config))

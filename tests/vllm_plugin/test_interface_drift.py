@@ -30,6 +30,10 @@ from vllm.config import (
 )
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector import v1 as kv_connectors
+from vllm.lora import model_manager, worker_manager
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.ops.triton_ops import lora_kernel_metadata
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -56,7 +60,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker import gpu_model_runner, gpu_worker
-from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
+from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, lora_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.kv_connector import KVConnector
@@ -309,6 +313,37 @@ def test_vllm_says_when_weights_were_replaced_and_captures_again_what_was_releas
     assert '_maybe_get_memory_pool_context(tag="weights")' in source
     assert "_get_memory_pool_context" not in inspect.getsource(gpu_worker.Worker.determine_available_memory)
     assert "self.sampler(logits, dummy_input_batch)" in inspect.getsource(runner._dummy_sampler_run)
+
+
+def test_adapters_are_told_to_kernels_as_replayed_steps_tell_them() -> None:
+    source = inspect.getsource(model_runner.GPUModelRunner.execute_model)
+    for part in ("self.lora_state.make_lora_inputs(", "self._set_active_loras(*lora_inputs)"):
+        assert part in source, f"execute_model has no {part}"
+    state = lora_utils.LoraState(2)
+    assert list(inspect.signature(state.get_activate_loras).parameters) == ["req_ids"]
+    assert list(inspect.signature(state.make_lora_inputs).parameters) == [
+        *("req_ids", "idx_mapping", "num_scheduled_tokens"),
+    ]
+    inspect.signature(model_runner.GPUModelRunner.maybe_dummy_run_with_lora).bind(
+        "self", "lora_config", "num_scheduled_tokens", None, num_active_loras=1
+    )
+    # What an adapter is loaded by, and what else changes the adapter of a place.
+    source = inspect.getsource(worker_manager.LRUCacheWorkerLoRAManager.add_adapter)
+    assert "not in self.list_adapters()" in source and "or lora_request.load_inplace" in source
+    source = inspect.getsource(model_manager.LoRAModelManager)
+    for part in (
+        "self.lora_index_to_id",
+        "self.model.lora_manager = self",
+        "self._last_slot_layout != slot_layout",
+    ):
+        assert part in source, f"LoRAModelManager has no {part}"
+    # Kernels read tensors that are made once and filled in place; for rows after these there is nothing to do.
+    source = inspect.getsource(lora_kernel_metadata.LoRAKernelMeta)
+    assert source.count("torch.empty(") + source.count("torch.zeros(") == 5
+    assert "self.active_lora_ids.fill_(-1)" in source and "[:num_tokens].copy_(" in source
+    for layer in (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA):
+        source = inspect.getsource(layer.set_lora)
+        assert ".copy_(" in source and "_stacked =" not in source, layer.__name__
 
 
 def test_blocks_are_copied_in_steps_without_tokens() -> None:

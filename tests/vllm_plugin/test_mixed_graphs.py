@@ -85,8 +85,12 @@ def test_vllms_sizes_go_on_up_to_what_a_step_may_have(
 
 
 @pytest.mark.parametrize("switches", [{}, {"block_manager": False}, {"fused_kv_append": False}], ids=str)
-def test_full_graphs_take_the_place_of_pieces(on_gpu: OnGpu, switches: dict[str, bool]) -> None:
-    config = on_gpu(max_num_batched_tokens=1000, max_model_len=256, additional_config={"rose": switches})
+@pytest.mark.parametrize("enable_lora", [False, True])
+def test_full_graphs_take_the_place_of_pieces(
+    on_gpu: OnGpu, switches: dict[str, bool], enable_lora: bool
+) -> None:
+    options = {"additional_config": {"rose": switches}, "enable_lora": enable_lora}
+    config = on_gpu(max_num_batched_tokens=1000, max_model_len=256, **options)
     compilation = config.compilation_config
     for _ in range(2):
         choose_mixed_graphs(config)
@@ -165,6 +169,11 @@ def test_the_log_says_why_prompts_have_no_full_graphs(
     assert support is AttentionCGSupport.UNIFORM_BATCH
 
 
+def test_graphs_for_a_number_of_adapters_stay_vllms_choice(on_gpu: OnGpu) -> None:
+    config = on_gpu(enable_lora=True, specialize_active_lora=True)
+    assert graphs_told_of(config) == " graphs of decodes only (--specialize-active-lora)"
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -186,6 +195,22 @@ def test_what_the_user_says_of_graphs_stays(
     asked.clear()
     make_config(compilation_config=said)
     assert not asked
+
+
+def test_steps_with_and_without_adapters_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
+    config = on_gpu([1, 2, 4, 8], max_num_seqs=4, enable_lora=True, max_loras=3)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    manager = Manager(config, CUDAGraphMode.FULL, 4)
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
+    assert len(captured) == len(set(captured)) == 2 * (4 + 3)
+    for num_tokens in range(1, 9):
+        for num_adapters in range(4):
+            decode = manager.dispatch(num_tokens, num_tokens, 1, num_adapters, 1)
+            mixed = manager.dispatch(2, num_tokens, None, num_adapters, None)
+            assert {decode.num_active_loras, mixed.num_active_loras} == {4 if num_adapters else 0}
+            assert {decode, mixed} <= {*captured} or num_tokens == 1 or num_tokens > 4
+            assert decode.uniform_token_count == (1 if num_tokens <= 4 else None)
+            assert mixed.uniform_token_count is None
 
 
 def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:

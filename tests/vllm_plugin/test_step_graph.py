@@ -15,10 +15,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.compilation import cudagraph_pool
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.forward_context import get_forward_context
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionBackend
@@ -75,6 +78,7 @@ from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
     GROUPS,
     MAX_LEN,
+    MAX_LORAS,
     MAX_REQS,
     STATE_GROUPS,
     VOCAB_SIZE,
@@ -434,6 +438,126 @@ def test_prompts_are_computed_beside_decodes(
             assert is_prompt or int(states.last_sampled_tokens[slot]) == tokens[-1]
     assert num_mixed > 50 and num_decodes_only > 30 and num_last_tokens > 3
     assert counted == STEPS.vllm
+
+
+def adapter(number: int, weight: int, **options: Any) -> LoRARequest:
+    return LoRARequest(f"adapter {number}", number, str(weight), **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_come_and_go(seed: int) -> None:
+    """Between a few places, with requests and, as ``add_lora`` and ``remove_lora`` do, between steps."""
+    runner, choose = SamplingRunner(), random.Random(seed)
+    runner.serve_adapters()
+    steps, requests, adapters = StepGraphs(runner), Requests(runner), runner.adapters
+    known = {number: adapter(number, 10 * number) for number in range(1, 6)}
+    to_load, num_replayed = STEPS.vllm.get("an adapter to load", 0), 0
+    for _ in range(300):
+        for request_id in list(requests.tokens):
+            is_long = len(requests.tokens[request_id]) >= MAX_LEN - 1
+            if is_long or (choose.random() < 0.05 and request_id in runner.req_states.req_id_to_index):
+                requests.end(request_id)
+                requests.computed.pop(request_id, None)
+        active = {requests.adapter_of[each] for each in requests.tokens if each in requests.adapter_of}
+        if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.2:
+            wanted = choose.choice([None, *known.values()])
+            if wanted is None or len(active | {wanted}) <= MAX_LORAS:
+                request_id = requests.arrive(choose.randint(1, 20), 0)
+                if wanted is not None:
+                    requests.adapter_of[request_id] = wanted
+                    active.add(wanted)
+        if choose.random() < 0.1:
+            number = choose.choice(list(known))
+            if known[number] not in active:
+                # Other weights under the same number.
+                known[number] = adapter(number, choose.randrange(100))
+                adapters.remove_adapter(number)
+            choose.choice(
+                [adapters.of_worker.remove_adapter, lambda n: adapters.of_worker.add_adapter(known[n])]
+            )(number)
+        counts = {
+            request_id: choose.randint(1, min(len(requests.tokens[request_id]) - computed, 5))
+            for request_id, computed in requests.computed.items()
+        }
+        output = requests.mixed_step(counts)
+        if not output.total_num_scheduled_tokens:
+            requests.finished = output.finished_req_ids
+            continue
+        if not steps.launch(output):
+            assert STEPS.vllm["an adapter to load"] > to_load
+            for each in runner.lora_state.get_activate_loras(list(requests.tokens)) | {
+                new.lora_request for new in output.scheduled_new_reqs if new.lora_request
+            }:
+                # As vLLM's step does.
+                adapters.of_worker.add_adapter(each)
+            assert steps.launch(output), STEPS.vllm
+        num_replayed += 1
+        told = steps.take_output(None).get_output()  # type: ignore[union-attr]
+        expected = requests.expect_mixed(output)
+        assert dict(zip(told.req_ids, told.sampled_token_ids, strict=True)) == expected
+    assert STEPS.vllm["an adapter to load"] > to_load + 5 and num_replayed > 200
+    assert num_replayed / 8 < adapters.num_mappings < num_replayed
+
+
+def test_rows_are_told_their_adapters_where_batch_or_places_change() -> None:
+    runner = SamplingRunner()
+    runner.serve_adapters()
+    steps, requests, adapters = StepGraphs(runner), Requests(runner), runner.adapters
+    for number in (1, 2):
+        adapters.of_worker.add_adapter(adapter(number, number))
+        request_id = requests.arrive(1, 0)
+        requests.adapter_of[request_id] = adapter(number, number)
+
+    def step() -> int:
+        output, before = requests.mixed_step(dict.fromkeys(requests.computed, 1)), adapters.num_mappings
+        assert steps.launch(output), STEPS.vllm
+        told = steps.take_output(None).get_output()  # type: ignore[union-attr]
+        assert told.sampled_token_ids == [*requests.expect_mixed(output).values()]
+        return adapters.num_mappings - before
+
+    # A prompt's last token is no steady step; the next one takes the batch over.
+    assert [step() for _ in range(4)] == [1, 1, 0, 0]
+    # A third adapter comes into the place of the one that was used least recently, which comes back in its turn.
+    adapters.of_worker.add_adapter(adapter(3, 3))
+    assert set(adapters.lora_index_to_id) != {1, 2} and [step() for _ in range(3)] == [1, 0, 0]
+    assert set(adapters.lora_index_to_id) == {1, 2}
+    requests.end("request 0")
+    assert [step() for _ in range(3)] == [1, 0, 0]
+    # Behind a step of vLLM's, which tells rows theirs.
+    (tokens, _), expected = runner.own_step(requests.step()), requests.expect()
+    assert tokens == expected
+    steps._armed = None
+    assert [step() for _ in range(3)] == [1, 0, 0]
+
+
+def test_an_adapter_that_is_not_in_memory_is_vllms_to_load() -> None:
+    runner = SamplingRunner()
+    runner.serve_adapters()
+    steps, requests = StepGraphs(runner), Requests(runner)
+    request_id = requests.arrive(2, 0)
+    requests.adapter_of[request_id] = adapter(1, 7)
+
+    def is_replayed() -> bool:
+        output = requests.mixed_step(dict.fromkeys(requests.computed, 2))
+        count = STEPS.vllm.get("an adapter to load", 0)
+        if not steps.launch(output):
+            assert STEPS.vllm["an adapter to load"] == count + 1 and steps.take_output(None) is None
+            return False
+        assert steps.take_output(None) is not None
+        requests.expect_mixed(output)
+        return True
+
+    assert not is_replayed()
+    runner.lora_manager.add_adapter(adapter(1, 7))
+    assert is_replayed() and is_replayed()
+    runner.lora_manager.remove_adapter(1)
+    assert not is_replayed()
+    # It is read from its files in each of vLLM's steps.
+    runner.lora_manager.add_adapter(adapter(1, 7))
+    assert is_replayed()
+    runner.lora_state.lora_requests[request_id] = adapter(1, 7, load_inplace=True)
+    steps._armed = None
+    assert not is_replayed()
 
 
 def test_an_end_with_more_rows_than_the_layers_graph_has_none_of_an_earlier_step() -> None:
@@ -878,6 +1002,46 @@ def test_memory_reaches_to_the_last_element_of_a_view() -> None:
     assert listed == {"kv_caches.0": (rows.data_ptr() + 40, 4 * 23)}
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tied_head_is_listed_as_the_embedding_too(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    runner = CapturedRunner(monkeypatch)
+    layers, head = torch.nn.Module(), runner.model.lm_head
+    layers.embedding = head
+    vars(runner.model)["first" if is_first else "layers"] = layers
+    if is_first:
+        runner.model = SimpleNamespace(**dict(reversed(vars(runner.model).items())))
+        runner.cudagraph_manager.rose_step_graphs._model_inputs._model = runner.model
+    runner.cudagraph_manager.rose_graph_addresses = graph_addresses.GraphAddresses(runner)
+    head.weight = torch.nn.Parameter(torch.zeros(1, 1))
+    moved = runner.cudagraph_manager.rose_graph_addresses.find_moved()
+    assert len(moved) == 2 and which_graphs_hold(moved) == StaleGraphs.ALL
+
+
+def test_what_adapters_are_in_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CapturedRunner(monkeypatch)
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.float16)
+    layer = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.base_layer, layer.hidden_size, layer.device = (
+        SimpleNamespace(vocab_size=VOCAB_SIZE),
+        4,
+        runner.device,
+    )
+    layer.sharded_to_full_mapping = None
+    layer.create_lora_weights(2, config)
+    meta = LoRAKernelMeta.make(2, 16, runner.device)
+    layer.punica_wrapper = SimpleNamespace(token_mapping_meta=meta)
+    runner.model.layer.product = layer
+    found = graph_addresses.addresses_of(runner)
+    for name in ("lora_a_stacked", "lora_b_stacked"):
+        assert found[f"model.layer.product.{name}"].address == getattr(layer, name).data_ptr()
+    for field in fields(meta):
+        value = getattr(meta, field.name)
+        if isinstance(value, torch.Tensor):
+            name = f"model.layer.product.punica_wrapper.token_mapping_meta.{field.name}"
+            assert found[name].address == value.data_ptr()
+
+
 def test_tensors_that_take_turns_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CapturedRunner(monkeypatch)
     backed, pool = object.__new__(UvaBackedTensor), object.__new__(UvaBufferPool)
@@ -1254,6 +1418,8 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
             kv_transfer_config=None,
             scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER_CLASS),
             cache_config=SimpleNamespace(use_replayssm=False),
+            lora_config=None,
+            model_config=SimpleNamespace(is_moe=False, is_multimodal_model=False, is_hybrid=False),
         ),
         dp_size=1,
         ec_connector=NO_OP_EC_CONNECTOR,
@@ -1318,6 +1484,21 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "split blocks": (change("kernel_block_size", 8), "blocks split for a kernel"),
     "null block": (change("redirect_writes_to_null_block", True), "writes to the null block"),
 }
+
+
+@pytest.mark.parametrize(
+    ("is_specialized", "is_moe", "reason"),
+    [(False, False, None), (True, False, "--specialize-active-lora"), (False, True, "LoRA of experts")],
+)
+def test_engines_with_adapters_are_replayed(is_specialized: bool, is_moe: bool, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    config = runner.vllm_config
+    config.lora_config, config.model_config.is_moe = (
+        SimpleNamespace(specialize_active_lora=is_specialized),
+        is_moe,
+    )
+    runner.lora_config = config.lora_config
+    assert why_engine_is_not_replayed(runner) == reason
 
 
 @pytest.mark.parametrize("case", CHANGES)

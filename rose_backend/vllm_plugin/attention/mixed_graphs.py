@@ -22,6 +22,7 @@ from rose_backend.vllm_plugin.options import (
     has_connector_in_layers,
     is_rose_selected,
     rose_options,
+    why_adapters_need_vllms_steps,
 )
 
 MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
@@ -47,10 +48,13 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
         "layers with a state": model_config is not None and model_config.is_hybrid,
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
         "drafts": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    return first_reason(reasons) or why_prompts_need_python(vllm_config)
+    return (
+        first_reason(reasons)
+        or why_adapters_need_vllms_steps(vllm_config)
+        or why_prompts_need_python(vllm_config)
+    )
 
 
 def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:
@@ -131,9 +135,11 @@ def add_decode_graphs(manager: Any) -> None:
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
         [*mixed, *decodes], key=lambda desc: desc.num_tokens, reverse=True
     )
-    by_size = {desc.num_tokens: desc for desc in decodes}
+    # With LoRA each size has a graph without adapters, too.
+    decode_of = {(desc.num_tokens, desc.num_active_loras): desc for desc in decodes}
     for candidates in manager._candidates.values():
-        candidates[:0] = [by_size[desc.num_tokens] for desc in candidates if desc.num_tokens in by_size]
+        found = (decode_of.get((desc.num_tokens, desc.num_active_loras)) for desc in candidates)
+        candidates[:0] = [desc for desc in found if desc is not None]
 
 
 def launch_long_prefills(manager: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -129,7 +130,8 @@ class Manager(CudaGraphManager):
         self.vllm_config, self.compilation_config = config, config.compilation_config
         self.cudagraph_mode, self.max_num_reqs, self.decode_query_len = mode, max_num_reqs, 1
         self.varlen_decode, self.ubatch_runner = False, None
-        self.lora_capture_cases, self._lora_dispatch_map, self._max_lora_case = [0], {}, 0
+        self.lora_capture_cases = get_lora_capture_cases(config.lora_config, config.compilation_config)
+        self._lora_dispatch_map, self._max_lora_case = self._build_lora_dispatch_map()
         self._candidates, self._capture_descs = {}, {}
         self._graphs_captured = True
         apply_patch("decode_graphs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,13 +13,19 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
+from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
+from vllm.lora.punica_wrapper.utils import convert_mapping
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from tests.support.decode_steps import NUM_SLOTS
 
@@ -48,6 +54,7 @@ class Desc:
     num_tokens: int
     cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
     uniform_token_count: int | None = 1
+    num_active_loras: int = 0
 
     @property
     def num_reqs(self) -> int:
@@ -85,17 +92,29 @@ class Manager:
 
     def __init__(self, runner: Runner) -> None:
         mixed = [Desc(size, uniform_token_count=None) for size in MIXED_SIZES]
-        self.graphs = dict.fromkeys([*(Desc(size) for size in SIZES), *mixed])
+        plain = [*(Desc(size) for size in SIZES), *mixed]
+        self.graphs = dict.fromkeys(
+            [*plain, *(replace(desc, num_active_loras=MAX_LORAS + 1) for desc in plain)]
+        )
         self.hidden_states = torch.zeros(MAX_LEN, 1, dtype=torch.float64)
         self._runner = runner
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *_: Any) -> Desc:
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int = 0,
+        *_: Any,
+    ) -> Desc:
+        captured_loras = MAX_LORAS + 1 if num_active_loras else 0
         if uniform_token_count == 1:
-            return Desc(next(size for size in SIZES if size >= num_reqs))
+            size = next(size for size in SIZES if size >= num_reqs)
+            return Desc(size, num_active_loras=captured_loras)
         size = next((size for size in MIXED_SIZES if size >= num_tokens), None)
         if size is None:
-            return Desc(num_tokens, CUDAGraphMode.NONE, None)
-        return Desc(size, uniform_token_count=None)
+            return Desc(num_tokens, CUDAGraphMode.NONE, None, captured_loras)
+        return Desc(size, uniform_token_count=None, num_active_loras=captured_loras)
 
     def run_fullgraph(self, desc: Desc) -> None:
         runner, rows, inputs = self._runner, desc.num_reqs, self._runner.input_buffers
@@ -137,6 +156,9 @@ class Manager:
                 used &= (columns + 1) * block_size > (lengths - window)[:, None]
             hidden += (7 + index) * (table * used * (columns + 1)).sum(1)
             hidden += (11 + index) * runner.block_tables.slot_mappings[index, : len(of_row)]
+        if desc.num_active_loras:
+            num_tokens = min(len(of_row), len(runner.adapters.token_places))
+            hidden[:num_tokens] += 13 * runner.adapters.weights[runner.adapters.token_places[:num_tokens]]
         self.hidden_states[: len(of_row), 0] = hidden
 
     def _next_states(self, index: int, builder: Any, rows: int, nth: int) -> torch.Tensor:
@@ -214,6 +236,7 @@ class Runner:
         self.execute_model_state: Any = None
         self.kv_connector: Any = NO_OP_KV_CONNECTOR
         self.encoder_cache: Any = None
+        self.lora_config: Any = None
         self.cudagraph_manager = Manager(self)
 
     def _logprobs_dims(self, slots: Any) -> Any:
@@ -222,7 +245,25 @@ class Runner:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.products.append(len(hidden))
-        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
+        words = hidden[:, 0].long()
+        if self.lora_config is not None:
+            places = self.adapters.row_places[: len(hidden)]
+            words[: len(places)] += 17 * self.adapters.weights[places]
+        return torch.nn.functional.one_hot(words % VOCAB_SIZE, VOCAB_SIZE).float()
+
+    def serve_adapters(self) -> None:
+        """Have LoRA on, with one weight per adapter, which layers and head use."""
+        self.adapters = Adapters()
+        self.lora_config = self.adapters.lora_config
+        self.lora_state, self.lora_manager = LoraState(MAX_REQS), self.adapters.of_worker
+        self.model.lora_manager = self.adapters
+
+    def _ensure_lora_enabled(self) -> None:
+        pass
+
+    def _set_active_loras(self, *inputs: Any) -> None:
+        self.adapters.num_mappings += 1
+        LoRAModelRunnerMixin._set_active_loras(self, *inputs)  # type: ignore[arg-type]
 
     def see_pictures(self) -> None:
         """Have a multimodal model: layers read embeddings and M-RoPE positions in place of ids and positions."""
@@ -297,6 +338,8 @@ class Runner:
         for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
             slot = self.req_states.req_id_to_index.pop(request_id)
             self.req_states.free.append(slot)
+            if self.lora_config is not None:
+                self.lora_state.remove_request(request_id)
 
     def free_states(self, output: SchedulerOutput) -> None:
         for name in output.free_encoder_mm_hashes:
@@ -315,6 +358,8 @@ class Runner:
             states.all_token_ids.gpu[slot, :num_tokens] = torch.tensor(new.prefill_token_ids)
             self.sampler.penalties_state.output_bin_counts[slot] = 0
             self.block_tables.append_block_ids(slot, new.block_ids, overwrite=True)
+            if self.lora_config is not None:
+                self.lora_state.add_request(new.req_id, slot, new.lora_request)
 
     def update_requests(self, output: SchedulerOutput) -> None:
         cached = output.scheduled_cached_reqs
@@ -340,7 +385,12 @@ class Runner:
         if not ids:
             return [], self.kv_connector.no_forward(output).kv_connector_output
         slots = [self.req_states.req_id_to_index[each] for each in ids]
-        desc = self.cudagraph_manager.dispatch(len(ids), len(ids), 1)
+        num_adapters = 0
+        if self.lora_config is not None:
+            inputs = self.lora_state.make_lora_inputs(ids, np.array(slots), np.ones(len(ids), np.int32))
+            num_adapters = len(inputs[-1])
+            self._set_active_loras(*inputs)
+        desc = self.cudagraph_manager.dispatch(len(ids), len(ids), 1, num_adapters)
         states, inputs, rows = self.req_states, self.input_buffers, len(ids)
         computed = states.num_computed_tokens.gpu[slots]
         inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
@@ -406,6 +456,50 @@ def rope_state(num_dims: int) -> RopeState:
         return RopeState(num_dims, NUM_SLOTS, MAX_LEN, MAX_LEN, torch.device("cpu"))
 
 
+MAX_LORAS = 2
+NUM_ADAPTERS_IN_MEMORY = 3
+
+
+class Adapters(LRUCacheLoRAModelManager):  # type: ignore[misc]
+    """vLLM's manager of adapters, which come and go as they do there; an adapter's weight is a number."""
+
+    def __init__(self) -> None:
+        self.lora_config = SimpleNamespace(
+            max_loras=MAX_LORAS, max_cpu_loras=NUM_ADAPTERS_IN_MEMORY, specialize_active_lora=False
+        )
+        self.lora_index_to_id = [None] * MAX_LORAS
+        self._registered_adapters = AdapterLRUCache(NUM_ADAPTERS_IN_MEMORY, self.deactivate_adapter)
+        self._active_adapters = AdapterLRUCache(MAX_LORAS, self._deactivate_adapter)
+        self._last_mapping = self._last_slot_layout = None
+        self.modules = {"all": SimpleNamespace(set_lora=self._set, reset_lora=None)}
+        # What is at the last place is of rows without an adapter.
+        self.weights = torch.tensor([-1] * MAX_LORAS + [0])
+        self.token_places = self.row_places = torch.tensor([], dtype=torch.int64)
+        self.num_mappings = 0
+        self.of_worker = object.__new__(LRUCacheWorkerLoRAManager)
+        self.of_worker._adapter_manager = self
+        self.of_worker._load_adapter = self._load
+
+    def _load(self, request: LoRARequest) -> Any:
+        weight = torch.tensor(int(request.lora_path))
+        return SimpleNamespace(id=request.lora_int_id, lora_a=weight, lora_b=weight)
+
+    def _add_adapter(self, lora: Any) -> None:
+        self._registered_adapters[lora.id] = lora
+
+    def _get_lora_layer_weights(self, lora: Any, module_name: str) -> Any:
+        return SimpleNamespace(lora_a=lora.lora_a, lora_b=lora.lora_b)
+
+    def _set(self, place: int, weight: torch.Tensor, _: torch.Tensor) -> None:
+        self.weights[place] = weight
+
+    def _set_adapter_mapping(self, mapping: Any) -> None:
+        device = torch.device("cpu")
+        self.token_places, self.row_places, *_ = convert_mapping(
+            mapping, self.lora_index_to_id, MAX_LORAS + 1, VOCAB_SIZE, device
+        )
+
+
 class Builder:
     """Metadata builder of a KV cache group."""
 
@@ -444,6 +538,7 @@ class Requests:
         self.deltas: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         """Of requests whose prompt is not over; they are in ``tokens``, too."""
+        self.adapter_of: dict[str, LoRARequest] = {}
 
     def come_and_go(self, choose: random.Random) -> None:
         """Add a request where there is room, by chance, and end some and those that are full."""
@@ -500,6 +595,7 @@ class Requests:
                 num_computed_tokens=self.computed[request_id],
                 block_ids=self.blocks[request_id],
                 sampling_params=SamplingParams(temperature=0.0),
+                lora_request=self.adapter_of.get(request_id),
             )
             output.scheduled_new_reqs.append(new)  # type: ignore[arg-type]
         return output
@@ -558,6 +654,8 @@ class Requests:
             read = sum((column + 1) * blocks[column] for column in range(first, last + 1))
             hidden += sum(5 + nth for nth in range(num_builders)) * (position + 1)
             hidden += (7 + index) * read + (11 + index) * (blocks[last] * size + position % size)
+        if request_id in self.adapter_of:
+            hidden += (13 + 17) * int(self.adapter_of[request_id].lora_path)
         tokens.append(hidden % VOCAB_SIZE)
         return tokens[-1]
 
