@@ -308,6 +308,21 @@ class StepGroup:
     """Tokens per block."""
 
 
+@dataclass(frozen=True)
+class StateGroup:
+    """A KV cache group of layers that keep a state of each request in one block, in place of K/V of every token."""
+
+    state_table: (
+        torch.Tensor
+    )  # [MR, MB] int32, the block table of each slot: its state's block in every column
+    state_blocks: (
+        torch.Tensor
+    )  # [T] int32, what layers read: the block of each row's state, 0 without a request
+    last_columns: torch.Tensor  # [MR] int32, of each slot, the column of the token computed last
+    block_size: int
+    """Tokens per column."""
+
+
 class StepGroups:
     """All KV cache groups of a model, which a step's layers read. Addresses stay: captured graphs hold them.
 
@@ -315,8 +330,9 @@ class StepGroups:
         groups: one or more. Widths of block tables and block sizes may differ.
     """
 
-    def __init__(self, *groups: StepGroup) -> None:
+    def __init__(self, *groups: StepGroup | StateGroup) -> None:
         self.groups = groups
+        self.has_states = any(isinstance(group, StateGroup) for group in groups)
         sizes = [group.state_table.numel() for group in groups]
         self.first_entries = [0, *itertools.accumulate(sizes[:-1])]
         """Of each group, where its ``state_table`` begins if all entries of all groups' tables are counted on."""
@@ -324,20 +340,23 @@ class StepGroups:
         # Kernels find any number of groups in it.
         self.layout: torch.Tensor = torch.tensor(layout, device=groups[0].state_table.device)  # [G, 9] int64
         """Of each group: address and row stride of ``state_table``, of ``block_table``, its width, the addresses of
-        ``slot_mapping`` and ``num_computed_tokens``, the block size, and its first entry. Strides in elements."""
+        ``slot_mapping`` and ``num_computed_tokens``, the block size, and its first entry. Strides in elements. A
+        group with states has no ``block_table``, and ``state_blocks`` and ``last_columns`` in the other two places."""
 
 
-def _place_of(group: StepGroup) -> tuple[int, ...]:
-    return (
-        group.state_table.data_ptr(),
-        group.state_table.stride(0),
-        group.block_table.data_ptr(),
-        group.block_table.stride(0),
-        group.block_table.shape[1],
-        group.slot_mapping.data_ptr(),
-        group.num_computed_tokens.data_ptr(),
-        group.block_size,
-    )
+def _place_of(group: StepGroup | StateGroup) -> tuple[int, ...]:
+    table = (group.state_table.data_ptr(), group.state_table.stride(0))
+    if isinstance(group, StateGroup):
+        written = (0, 0, 0, group.state_blocks.data_ptr(), group.last_columns.data_ptr())
+    else:
+        written = (
+            group.block_table.data_ptr(),
+            group.block_table.stride(0),
+            group.block_table.shape[1],
+            group.slot_mapping.data_ptr(),
+            group.num_computed_tokens.data_ptr(),
+        )
+    return (*table, *written, group.block_size)
 
 
 @dataclass(frozen=True, slots=True)

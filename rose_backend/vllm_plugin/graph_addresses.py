@@ -26,7 +26,11 @@ _OWNERS = (
     *("model", "kv_caches", "input_buffers", "block_tables", "attn_groups", "cudagraph_manager"),
     *("req_states", "sampler"),
     # Of the state's other parts, outputs of encoders come and go.
-    *("model_state.rope_state", "model_state.encoder_runner.inputs_embeds"),
+    *(
+        "model_state.rope_state",
+        "model_state.encoder_runner.inputs_embeds",
+        "model_state._mamba_state_idx_gpu",
+    ),
 )
 """Paths from vLLM's ``GPUModelRunner`` (V2): whatever graphs hold belongs to one of them, or to a workspace."""
 _HELD_BY_ROSE_ALONE = (
@@ -39,6 +43,8 @@ _HELD_BY_ROSE_ALONE = (
 """vLLM's graphs are of the layers, from the input buffers to the hidden states."""
 _NOT_HELD = (UvaBackedTensor, UvaBufferPool)
 """Their tensors take turns, from step to step."""
+_OF_ONE_STEP = ("mamba_aligned_state_indices",)
+"""Attributes of metadata builders. Graphs read what builders copy from them."""
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "triton"}
 """Their objects are not looked into, apart from modules and containers."""
 
@@ -109,6 +115,8 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
         if name not in ("__dict__", "__weakref__") and hasattr(value, name):
             yield name, getattr(value, name)
     for name, part in getattr(value, "__dict__", {}).items():
+        if name in _OF_ONE_STEP:
+            continue
         if isinstance(value, torch.nn.Module) and name in ("_parameters", "_buffers", "_modules"):
             yield from part.items()
         else:

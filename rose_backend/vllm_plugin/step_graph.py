@@ -29,18 +29,22 @@ from vllm.compilation import cudagraph_pool
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.arguments import (
     MixedRows,
+    StateGroup,
     StepGroup,
     StepGroups,
     StepInputs,
@@ -67,7 +71,12 @@ from rose_backend.vllm_plugin.graph_addresses import (
     largest_of_ranks,
     which_graphs_hold,
 )
-from rose_backend.vllm_plugin.options import first_reason, has_connector_in_layers, rose_options
+from rose_backend.vllm_plugin.options import (
+    first_reason,
+    has_connector_in_layers,
+    rose_options,
+    uses_rose_manager,
+)
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 
@@ -84,17 +93,27 @@ _FIELDS_OF_STEADY_STEPS = (
     "kv_connector_metadata",
     # Of pictures that nobody needs any more; the second is there from vLLM 0.33 on.
     *_FIELDS_OF_PICTURES,
+    # New blocks of attention beside states, and checkpoints of states.
+    *("new_block_ids_to_zero", "kv_cache_block_copies"),
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
-FIELDS_OF_MIXED_STEPS = ("scheduled_new_reqs", "kv_cache_block_copies")
-"""Further fields that a mixed step may have."""
+FIELD_OF_MIXED_STEPS = "scheduled_new_reqs"
+"""A further field that a mixed step may have."""
 FIELDS_OF_OTHER_STEPS = tuple(
     each.name
     for each in fields(SchedulerOutput)
-    if each.name not in (*_FIELDS_OF_STEADY_STEPS, *FIELDS_OF_MIXED_STEPS)
+    if each.name not in (*_FIELDS_OF_STEADY_STEPS, FIELD_OF_MIXED_STEPS)
 )
 """Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
+
+STATE_BUILDERS: dict[type, tuple[str, str | None]] = {
+    GDNAttentionMetadataBuilder: ("non_spec_state_indices_tensor", "non_spec_query_start_loc"),
+    Mamba2AttentionMetadataBuilder: ("state_indices_tensor_d", None),
+    ShortConvAttentionMetadataBuilder: ("state_indices_tensor_d", None),
+}
+"""vLLM's metadata builders of layers with a state, by exact type, with their tensors that graphs of decodes read: the
+block of each row's state, the null block in rows of padding, and a copy of the step's ``query_start_loc``."""
 
 
 def why_engine_is_not_replayed(runner: Any) -> str | None:
@@ -120,10 +139,7 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         "KV sharing in prefill": runner.fast_prefill is not None,
         "sharded sampling": runner.batch_sharder is not None,
         "graph metrics": config.observability_config.cudagraph_metrics,
-        "layers with a state": any(
-            isinstance(group.kv_cache_spec, MambaSpec) for groups in runner.attn_groups for group in groups
-        ),
-        "a model with its own state": type(state) is not DefaultModelState
+        "a model with its own state": type(state) not in (DefaultModelState, MambaHybridModelState)
         or state.prompt_embeds_state is not None
         or state.num_new_sampled_tokens_per_step != 1,
         "another sampler": type(sampler) is not Sampler,
@@ -134,6 +150,7 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         or _why_model_inputs_are_not_replayed(runner)
         or _why_sampler_is_not_replayed(sampler)
         or _why_attention_is_not_replayed(runner)
+        or _why_states_are_not_replayed(runner)
     )
 
 
@@ -165,12 +182,27 @@ def _why_attention_is_not_replayed(runner: Any) -> str | None:
         "KV cache groups without attention": not all(runner.attn_groups)
         or not len(runner.attn_groups) == runner.block_tables.num_kv_cache_groups > 0,
         "another attention backend": any(
-            type(each) is not RoseAttentionMetadataBuilder
+            type(each) not in (RoseAttentionMetadataBuilder, *STATE_BUILDERS)
             for group in groups
             for each in group.metadata_builders
         ),
         "blocks split for a kernel": any(group.kernel_block_size is not None for group in groups),
         "writes to the null block": runner.block_tables.redirect_writes_to_null_block,
+    }
+    return first_reason(reasons)
+
+
+def _why_states_are_not_replayed(runner: Any) -> str | None:
+    """Return why steps of layers with a state are vLLM's; None if they may be replayed, or there are none.
+
+    vLLM copies a state to the block of a row's next column. Rose's block manager has one block in all columns, so a
+    step that is replayed copies nothing.
+    """
+    if type(runner.model_state) is not MambaHybridModelState:
+        return None
+    reasons = {
+        "states without Rose's block manager": not uses_rose_manager(runner.vllm_config),
+        "--use-replayssm": runner.vllm_config.cache_config.use_replayssm,
     }
     return first_reason(reasons)
 
@@ -186,14 +218,14 @@ def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
 
 
 def has_prompts(output: SchedulerOutput) -> bool:
-    """Whether a step has anything besides one token for each running request: new requests, chunks, block copies.
+    """Whether a step has anything besides one token for each running request: new requests, chunks.
 
     A prompt of which one token is left looks like a decode.
     """
     num_requests = len(output.num_scheduled_tokens)
     return not (
         num_requests == output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
-        and not any(getattr(output, name) for name in FIELDS_OF_MIXED_STEPS)
+        and not getattr(output, FIELD_OF_MIXED_STEPS)
     )
 
 
@@ -398,7 +430,7 @@ class StepGraphs:
         self._inputs = _inputs_of(runner, max(most, runner.max_num_reqs))
         self._model_inputs = ModelInputs(runner, most)
         self._groups = _groups_of(runner)
-        self._copies_of_computed_tokens = _copies_of_computed_tokens(runner)
+        self._copies = _copies_of(runner)
         self._mixed_sizes: list[int] = []
         self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
         parts: tuple[Callable[[End, Any], Any], ...] = (self._end,)
@@ -408,6 +440,7 @@ class StepGraphs:
             self._masks = GrammarMasks(most, runner.vocab_size, device)
             self._record = ReportRecord(most, runner.vocab_size, device)
             parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
+        if self._replayed is not None and not self._groups.has_states:
             self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
             self._row_inputs = _row_inputs(max(most, runner.max_num_reqs), device)
             self._rows = MixedRows(**self._row_inputs.tensors)
@@ -522,9 +555,11 @@ class StepGraphs:
         If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
         """
         cached, batch = output.scheduled_cached_reqs, self._armed
-        names = ("finished_req_ids", "preempted_req_ids", *_FIELDS_OF_PICTURES)
+        names = ("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies", *_FIELDS_OF_PICTURES)
         is_changed = any(getattr(output, name, None) for name in names)
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
+            if output.new_block_ids_to_zero:
+                self._runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
             self._append_blocks(batch, cached)
             return batch
         request_ids = list(cached.req_ids)
@@ -644,6 +679,8 @@ class StepGraphs:
             return "prompts without Rose's sampler"
         if self._model_inputs.has_any:
             return "prompts of a multimodal model"
+        if self._groups.has_states:
+            return "prompts of a model with states"
         for new in output.scheduled_new_reqs:
             params = new.sampling_params
             if params is None or new.prefill_token_ids is None:
@@ -828,7 +865,7 @@ class StepGraphs:
         slots, padding_slot = self._slots[:size], self._runner.max_num_reqs
         begin_decode_step(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
         self._model_inputs.write(self._inputs, size)
-        for written, copy in self._copies_of_computed_tokens:
+        for written, copy in self._copies:
             copy[:size].copy_(written[:size])
 
     def _end(self, end: End, _: None) -> torch.Tensor:
@@ -933,29 +970,48 @@ def _inputs_of(runner: Any, num_rows: int) -> StepInputs:
 def _groups_of(runner: Any) -> StepGroups:
     """Return the runner's KV cache groups, each with what the first of its metadata builders lets layers read."""
     tables = runner.block_tables
-    return StepGroups(
-        *(
-            StepGroup(
-                state_table=tables.block_tables[index].gpu,
-                block_table=tables.input_block_tables[index],
-                slot_mapping=tables.slot_mappings[index],
-                num_computed_tokens=of_group[0].get_metadata_builder().decode_computed_tokens,
-                block_size=tables.block_sizes[index],
-            )
-            for index, of_group in enumerate(runner.attn_groups)
+    groups: list[StepGroup | StateGroup] = []
+    for index, of_group in enumerate(runner.attn_groups):
+        builder = of_group[0].get_metadata_builder()
+        state_table, block_size = tables.block_tables[index].gpu, tables.block_sizes[index]
+        if type(builder) in STATE_BUILDERS:
+            last_columns = runner.model_state._mamba_state_idx_gpu
+            groups.append(StateGroup(state_table, _state_blocks_of(builder), last_columns, block_size))
+            continue
+        group = StepGroup(
+            state_table=state_table,
+            block_table=tables.input_block_tables[index],
+            slot_mapping=tables.slot_mappings[index],
+            num_computed_tokens=builder.decode_computed_tokens,
+            block_size=block_size,
         )
-    )
+        groups.append(group)
+    return StepGroups(*groups)
 
 
-def _copies_of_computed_tokens(runner: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what the prologue writes for a KV cache group, and what else must hold the same.
+def _state_blocks_of(builder: Any) -> torch.Tensor:
+    """Return the block of each row's state, [T] int32: without drafts a row has one."""
+    blocks: torch.Tensor = getattr(builder, STATE_BUILDERS[type(builder)][0])
+    return blocks.view(-1)
+
+
+def _copies_of(runner: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what the prologue writes, by row, and what else must hold the same.
 
     Layers of several shapes in one KV cache group (Gemma 4) have a metadata builder each.
     """
     copies = []
     for of_group in runner.attn_groups:
-        first, *others = (each.get_metadata_builder().decode_computed_tokens for each in of_group)
+        builders = [each.get_metadata_builder() for each in of_group]
+        is_state = type(builders[0]) in STATE_BUILDERS
+        first, *others = (
+            _state_blocks_of(each) if is_state else each.decode_computed_tokens for each in builders
+        )
         copies += [(first, other) for other in others]
+        for each in builders if is_state else ():
+            if (name := STATE_BUILDERS[type(each)][1]) is not None:
+                # The first entry stays 0.
+                copies.append((runner.input_buffers.query_start_loc[1:], getattr(each, name)[1:]))
     return copies
 
 

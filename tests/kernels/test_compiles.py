@@ -105,9 +105,10 @@ def test_ends_of_a_decode_step(capability: int) -> None:
         begin(case)
         steps.write_block_ids(decode_steps.random_writes(case, 5)[0], case.groups)
         steps.end_step(case.slots, case.tokens, case.state)
-    assert len(launches) == 9
+        begin(decode_steps.make_case(3, 4, num_states=2))
+    assert len(launches) == 10
     grids = [launch.grid for launch in launches if launch.kernel is launches[0].kernel]
-    assert grids == [(4,), (7,), (300,), (4, 2)]
+    assert grids == [(4,), (7,), (300,), (4, 2), (4, 3)]
     for recorded in launches:
         compile_launch(recorded, capability)
 

@@ -75,6 +75,33 @@ def test_both_ends_of_a_step(implementation: Implementation, block_sizes: Sequen
             check_both_ends(implementation, case)
 
 
+@pytest.mark.parametrize(("num_states", "block_sizes"), [(1, (48,)), (3, (16, 48)), (2, ())], ids=str)
+def test_states_are_one_block_of_each_row(
+    implementation: Implementation, num_states: int, block_sizes: Sequence[int]
+) -> None:
+    for num_requests, num_rows in SHAPES[:-1]:
+        case = make_case(
+            num_requests,
+            num_rows,
+            block_sizes=block_sizes or (16,),
+            num_states=num_states,
+            device=implementation.device,
+        )
+        if not block_sizes:
+            case.groups = StepGroups(*case.groups.groups[:num_states])
+        check_both_ends(implementation, case)
+        writes, expected = random_writes(case, 3)
+        implementation(write, writes, case)
+        check_groups(case.groups, expected)
+
+
+def test_steps_with_prompts_take_no_states() -> None:
+    case = make_mixed_case([3], 1, 3)
+    states = make_case(1, 1, num_states=1).groups.groups[0]
+    with pytest.raises(ShapeError, match="none with states"):
+        replace(case, groups=StepGroups(*case.groups.groups, states)).begin()
+
+
 def begin_mixed(case: MixedCase) -> None:
     replace(case, groups=groups_here(case)).begin()
 
@@ -177,13 +204,19 @@ def test_wrong_tensors_are_refused(owner: str, name: str) -> None:
         replace(case, **{owner: replace(tensors, **{name: wrong})}).begin()
 
 
-@pytest.mark.parametrize("name", ["state_table", "block_table", "slot_mapping", "num_computed_tokens"])
-def test_wrong_tensors_of_a_group_are_refused(name: str) -> None:
-    case = make_case(2, 3, block_sizes=(16, 16))
-    right, last = case.groups.groups
-    wrong = replace(last, **{name: getattr(last, name)[..., :1].bool()})
-    with pytest.raises(ShapeError, match="of group 1"):
-        replace(case, groups=StepGroups(right, wrong)).begin()
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        *((1, name) for name in ("state_table", "block_table", "slot_mapping", "num_computed_tokens")),
+        *((0, name) for name in ("state_table", "state_blocks", "last_columns")),
+    ],
+)
+def test_wrong_tensors_of_a_group_are_refused(group: int, name: str) -> None:
+    case = make_case(2, 3, num_states=1)
+    groups: list[Any] = [*case.groups.groups]
+    groups[group] = replace(groups[group], **{name: getattr(groups[group], name)[..., :1].bool()})
+    with pytest.raises(ShapeError, match=f"of group {group}"):
+        replace(case, groups=StepGroups(*groups)).begin()
 
 
 LENGTHS = [7, -1, 0, 300, -1]
@@ -225,17 +258,18 @@ def test_advance_refuses_other_types(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_states", [0, 2])
 @each_block_sizes
-def test_replays_follow_the_slots(block_sizes: tuple[int, ...]) -> None:
+def test_replays_follow_the_slots(block_sizes: tuple[int, ...], num_states: int) -> None:
     """A graph captured without any request serves whatever requests its rows are given later."""
-    case = make_case(0, 6, block_sizes=block_sizes, device="cuda")
+    case = make_case(0, 6, block_sizes=block_sizes, num_states=num_states, device="cuda")
     case.begin()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         case.begin()
         end_step(case.slots, case.tokens, case.state)
-    reference = make_case(0, 6, block_sizes=block_sizes)
+    reference = make_case(0, 6, block_sizes=block_sizes, num_states=num_states)
     reference.begin()
     for each in (case, reference):
         each.state.num_computed_tokens.clamp_(max=100)

@@ -281,11 +281,11 @@ def mixed_step(*block_sizes: int) -> Case:
     return run
 
 
-def steady_decode(*block_sizes: int) -> Case:
+def steady_decode(*block_sizes: int, num_states: int = 0) -> Case:
     """Both ends of a decode step over slots, with rows that have no request, and block ids written in front."""
 
     def run(device: str) -> list[torch.Tensor]:
-        case = make_case(5, 7, block_sizes=block_sizes, device=device)
+        case = make_case(5, 7, block_sizes=block_sizes, num_states=num_states, device=device)
         write_block_ids(random_writes(case, 40)[0], case.groups)
         case.begin()
         end_step(case.slots, case.tokens, case.state)
@@ -344,4 +344,5 @@ CASES: dict[str, Case] = {
     "mixed step, groups": mixed_step(16, 48, 16),
     "steady decode": steady_decode(16),
     "steady decode, groups": steady_decode(16, 48, 16),
+    "steady decode, states": steady_decode(16, num_states=2),
 }

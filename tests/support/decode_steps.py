@@ -10,6 +10,7 @@ import torch
 
 from rose_backend.kernels.arguments import (
     MixedRows,
+    StateGroup,
     StepGroup,
     StepGroups,
     StepInputs,
@@ -75,10 +76,14 @@ def make_case(
     num_rows: int,
     *,
     block_sizes: Sequence[int] = (16,),
+    num_states: int = 0,
     counts: bool = True,
     device: str = "cpu",
 ) -> Case:
-    """Return rows with and without requests; ``block_sizes`` are those of each group."""
+    """Return rows with and without requests; ``block_sizes`` are those of each group of attention.
+
+    Groups with states come first, with the last one's block size.
+    """
     generator = torch.Generator().manual_seed(100 * num_requests + num_rows)
 
     def random(high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -109,7 +114,16 @@ def make_case(
         is_padding=poison(size, dtype=torch.bool),
         request_slots=poison(size),
     )
-    groups = []
+    groups: list[StepGroup | StateGroup] = [
+        # Columns may differ here: which of them is read must be seen.
+        StateGroup(
+            state_table=random(1000, NUM_SLOTS, MAX_LEN // block_sizes[-1] + 1) + 1,
+            state_blocks=poison(size),
+            last_columns=poison(NUM_SLOTS),
+            block_size=block_sizes[-1],
+        )
+        for _ in range(num_states)
+    ]
     for index, block_size in enumerate(block_sizes):
         width = -(-MAX_LEN // block_size) + index
         table = random(1000, NUM_SLOTS, width) + 1
@@ -150,9 +164,15 @@ def check_begin(before: Case, after: Case) -> None:
         assert_equal(after.groups.groups[index], _group_after(before, group))
 
 
-def _group_after(before: Case, group: StepGroup) -> StepGroup:
-    expected: StepGroup = _copy(group)
+def _group_after(before: Case, group: StepGroup | StateGroup) -> StepGroup | StateGroup:
+    expected: StepGroup | StateGroup = _copy(group)
     for row, slot in enumerate(before.slots.tolist()):
+        if isinstance(expected, StateGroup):
+            column = int(before.state.num_computed_tokens[slot]) // group.block_size
+            expected.state_blocks[row] = 0 if slot == NO_SLOT else group.state_table[slot, column]
+            if slot != NO_SLOT:
+                expected.last_columns[slot] = column
+            continue
         if slot == NO_SLOT:
             expected.num_computed_tokens[row] = expected.slot_mapping[row] = -1
             expected.block_table[row] = 0

@@ -37,6 +37,9 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import utils as loading
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched import async_scheduler, utils
@@ -61,6 +64,7 @@ from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
@@ -91,6 +95,7 @@ from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTo
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
+from rose_backend.vllm_plugin.step_graph import STATE_BUILDERS
 from tests.conftest import ROOT
 from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import make_simulation
@@ -371,6 +376,60 @@ def test_steady_steps_find_the_tables_and_builders_of_each_kv_cache_group() -> N
         assert part in source, f"build_attn_metadata has no {part}"
     group = AttentionGroup(object, [], MagicMock(), 0, metadata_builders=["first", "of another microbatch"])
     assert group.get_metadata_builder() == "first"
+
+
+_OF_MAMBA = """
+    num_prefills num_prefill_tokens num_decodes num_decode_tokens num_reqs has_initial_states_p query_start_loc_p
+    state_indices_tensor_p state_indices_tensor_d query_start_loc_d num_accepted_tokens seq_lens cu_chunk_seqlen_p
+    last_chunk_indices_p nums_dict batch_ptr token_chunk_offset_ptr write_pos_d is_flush_d bc_pre_scratch
+    replayssm_scratch replayssm_state_indices_d
+"""
+STATE_METADATA: dict[Any, str] = {
+    GDNAttentionMetadata: """
+        num_prefills num_prefill_tokens num_decodes num_decode_tokens num_spec_decodes num_spec_decode_tokens
+        num_actual_tokens checkpoint has_initial_state spec_query_start_loc non_spec_query_start_loc
+        spec_state_indices_tensor non_spec_state_indices_tensor spec_sequence_masks spec_sequence_masks_cpu
+        spec_token_indx non_spec_token_indx num_accepted_tokens uniform_spec_sequence_length chunk_indices
+        chunk_offsets prefill_query_start_loc prefill_state_indices prefill_has_initial_state aiter_prefill_metadata
+        nums_dict batch_ptr token_chunk_offset_ptr
+    """,
+    ShortConvAttentionMetadata: _OF_MAMBA,
+    Mamba2AttentionMetadata: _OF_MAMBA
+    + "prep_initial_states chunk_size seq_idx_p checkpoint_chunk_idx checkpoint_meta",
+    MambaHybridAttnMetadata: "is_prefilling num_accepted_tokens num_decode_draft_tokens_cpu",
+}
+"""Of what layers with a state are told in a step, every field that was looked at."""
+STATE_MEMBERS = """
+    _align_mode _get_mamba_group_info _mamba_ctx _mamba_group_ids _mamba_spec _mamba_src_col_gpu _mamba_src_off_gpu
+    _mamba_state_copy_funcs _mamba_state_idx_gpu cache_config device max_model_len max_num_reqs model
+    num_accepted_tokens_gpu recoverssm vllm_config
+"""
+"""Of the model state. From step to step it keeps columns, which prologues write, and counts of drafts."""
+
+
+@pytest.mark.parametrize("owner", STATE_METADATA, ids=lambda owner: owner.__name__)
+def test_layers_with_a_state_are_told_what_is_known(owner: Any) -> None:
+    assert set(owner.__dataclass_fields__) == set(STATE_METADATA[owner].split())
+
+
+def test_states_are_kept_as_replayed_steps_keep_them() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(MambaHybridModelState)))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    assert not used - set(STATE_MEMBERS.split()), f"MambaHybridModelState uses {used}"
+    assert "_mamba_state_idx_gpu" in used
+    hooks = {name for name in vars(MambaHybridModelState) if not name.startswith("_")}
+    known = {"add_request", "initialize_kv_cache", "preprocess_state", "prepare_attn", "postprocess_state"}
+    assert hooks == known, "a step does more with states"
+    # ``StepGraphs._prepare`` zeroes blocks; ``update_requests`` does all of what a step without prompts may have.
+    source = inspect.getsource(model_runner.GPUModelRunner.update_requests)
+    assert "self.kv_block_zeroer.zero_block_ids(scheduler_output.new_block_ids_to_zero)" in source
+    for builder, (blocks, starts) in STATE_BUILDERS.items():
+        source = "".join(inspect.getsource(each) for each in builder.__mro__[:2])
+        assert all(f"self.{name}" in source for name in (blocks, starts) if name), builder.__name__
 
 
 def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,13 +19,19 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionBackend
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, UvaBufferPool
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -40,22 +47,28 @@ from rose_backend.vllm_plugin.graph_addresses import (
     wrap_worker_method,
 )
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
-from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS
+from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import (
-    FIELDS_OF_MIXED_STEPS,
+    FIELD_OF_MIXED_STEPS,
     FIELDS_OF_OTHER_STEPS,
     NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
+    STATE_BUILDERS,
     ModelInputs,
     StepGraphs,
     has_prompts,
     why_engine_is_not_replayed,
     why_step_is_not_replayed,
 )
-from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, make_case, make_mixed_case
+from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, POISON, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
+from tests.support.random_checkpoints import (
+    write_random_granite_hybrid,
+    write_random_lfm2,
+    write_random_qwen3_next,
+)
 from tests.support.vllm_plugin.configs import connector
 from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm, positions_as_vllm
 from tests.support.vllm_plugin.steady_runner import (
@@ -63,12 +76,14 @@ from tests.support.vllm_plugin.steady_runner import (
     GROUPS,
     MAX_LEN,
     MAX_REQS,
+    STATE_GROUPS,
     VOCAB_SIZE,
     Desc,
     Requests,
     Runner,
     make_output,
     rope_state,
+    state_after,
 )
 
 WIDTH = MAX_LEN // BLOCK_SIZE
@@ -91,7 +106,7 @@ def runner() -> Runner:
 
 @pytest.mark.parametrize("sees_pictures", [False, True], ids=["text", "multimodal"])
 @pytest.mark.parametrize(("seed", "share_own"), [(5, 0.0), (0, 0.4), (1, 0.4)])
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("groups", [*GROUPS.values(), *STATE_GROUPS.values()], ids=[*GROUPS, *STATE_GROUPS])
 def test_requests_come_and_go(
     groups: tuple[tuple[int, int | None, int], ...], seed: int, share_own: float, sees_pictures: bool
 ) -> None:
@@ -193,6 +208,40 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
             assert tables.block_tables[index].gpu[slot, : len(of_group)].tolist() == of_group
 
 
+def test_new_blocks_are_zeroed_and_states_copied_in_replayed_steps() -> None:
+    runner = Runner(STATE_GROUPS["states"])
+    steps, requests, checkpoint = StepGraphs(runner), Requests(runner), 77
+    requests.add(5)
+    requests.add(9)
+    for step in range(6):
+        output = requests.step()
+        if step % 2:
+            output.new_block_ids_to_zero = [step, step + 1]
+        if step == 4:
+            copied = state_after(requests.tokens["request 1"][:-1])
+            output.kv_cache_block_copies = [(requests.blocks["request 1"][1][0], checkpoint)]  # type: ignore[list-item]
+        assert run(steps, output) == requests.expect()
+    # Before the step moved the state on. What is new is zeroed once, whether the batch is another or the same.
+    assert runner.states[1, 0, checkpoint] == copied != state_after(requests.tokens["request 1"][:-1])
+    assert runner.zeroed == [1, 2, 3, 4, 5, 6]
+
+
+def test_prompts_beside_states_are_vllms() -> None:
+    runner = SamplingRunner(STATE_GROUPS["states first"])
+    steps, requests = StepGraphs(runner), Requests(runner)
+    assert all(end != "mixed" for end, _ in steps._all_ends())
+    requests.add(3)
+    request_id, reason = requests.arrive(5, 4), "prompts of a model with states"
+    count = STEPS.vllm.get(reason, 0)
+    assert not steps.launch(requests.mixed_step({request_id: 1}))
+    # Its last token alone looks like a decode.
+    runner.add_requests(requests.mixed_step({request_id: 1}))
+    assert not steps.launch(requests.mixed_step({request_id: 1}))
+    assert STEPS.vllm[reason] == count + 2
+    del requests.tokens[request_id]
+    assert run(steps, requests.step()) == requests.expect()
+
+
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_row_without_room_is_an_error(group: int) -> None:
     runner = Runner(((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1)))
@@ -214,11 +263,11 @@ def test_a_step_with_anything_else_is_vllms(name: str) -> None:
     assert why_step_is_not_replayed(output) is not None
 
 
-@pytest.mark.parametrize("name", FIELDS_OF_MIXED_STEPS)
-def test_prompts_are_recognized_by_what_comes_with_them(name: str) -> None:
+def test_prompts_are_recognized_by_new_requests() -> None:
     output = make_output(["a"], [5])
+    output.kv_cache_block_copies, output.new_block_ids_to_zero = [object()], [7]  # type: ignore[list-item]
     assert not has_prompts(output)
-    setattr(output, name, [1])
+    setattr(output, FIELD_OF_MIXED_STEPS, [1])
     assert has_prompts(output) and why_step_is_not_replayed(output) is None
 
 
@@ -697,8 +746,12 @@ class CapturedRunner(SamplingRunner):
 
     vllm_config = SimpleNamespace(additional_config={"rose": {}})
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"],
+    ) -> None:
+        super().__init__(groups)
         self.see_pictures()
         self.model.language_model = SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
         self.events: list[Any] = []
@@ -768,6 +821,27 @@ def test_what_has_moved_is_told_by_name(monkeypatch: pytest.MonkeyPatch, path: s
     runner.replace(path)
     moved = addresses.find_moved()
     assert moved == [path] and which_graphs_hold(moved) == MOVABLE[path]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "attn_groups.0.0.metadata_builders.0.state_indices_tensor_d",
+        "attn_groups.1.1.metadata_builders.0.non_spec_state_indices_tensor",
+        "attn_groups.1.0.metadata_builders.0.non_spec_query_start_loc",
+        "model_state._mamba_state_idx_gpu",
+    ],
+)
+def test_what_steps_tell_layers_of_states_is_listed(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    runner = CapturedRunner(monkeypatch, STATE_GROUPS["states first"])
+    addresses = runner.cudagraph_manager.rose_graph_addresses
+    # Of the step before, as vLLM's model state leaves it.
+    for rows in (2, 3):
+        builder = runner.attn_groups[1][0].metadata_builders[0]
+        builder.mamba_aligned_state_indices = torch.zeros(rows, 1, dtype=torch.int32)
+        assert addresses.find_moved() == []
+    runner.replace(path)
+    assert addresses.find_moved() == [path] and which_graphs_hold([path]) == StaleGraphs.ALL
 
 
 def test_every_tensor_that_steps_and_graphs_of_layers_use_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1139,11 +1213,15 @@ def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
 FULL = RoseAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
-STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 class OtherBuilder(RoseAttentionMetadataBuilder):
     """Stands for another backend's."""
+
+
+class OtherStateBuilder(GDNAttentionMetadataBuilder):
+    """Stands for one that keeps more than its base class."""
 
 
 def make_group(spec: Any, builder: type[Any] = RoseAttentionMetadataBuilder) -> AttentionGroup:
@@ -1154,7 +1232,9 @@ def make_group(spec: Any, builder: type[Any] = RoseAttentionMetadataBuilder) -> 
 
 def make_runner(*groups: list[AttentionGroup]) -> Any:
     """Return a runner with nothing that a steady step leaves out, but for what its KV cache groups are."""
-    state, sampler = object.__new__(DefaultModelState), object.__new__(Sampler)
+    has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for of_group in groups for group in of_group)
+    state = object.__new__(MambaHybridModelState if has_states else DefaultModelState)
+    sampler = object.__new__(Sampler)
     state.rope_state = state.prompt_embeds_state = state.mm_pruner = None
     state.supports_mm_inputs, state.num_new_sampled_tokens_per_step = False, 1
     sampler.logits_processors = [object()] * NUM_LOGITS_PROCESSORS
@@ -1172,6 +1252,8 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
             parallel_config=SimpleNamespace(enable_eplb=False),
             observability_config=SimpleNamespace(cudagraph_metrics=False),
             kv_transfer_config=None,
+            scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER_CLASS),
+            cache_config=SimpleNamespace(use_replayssm=False),
         ),
         dp_size=1,
         ec_connector=NO_OP_EC_CONNECTOR,
@@ -1196,6 +1278,16 @@ def test_any_number_of_attention_groups_is_served(specs: list[list[Any]]) -> Non
     assert why_engine_is_not_replayed(runner) is None
 
 
+@pytest.mark.parametrize("builder", STATE_BUILDERS)
+def test_states_beside_attention_are_served_with_roses_block_manager(builder: type[Any]) -> None:
+    runner = make_runner([make_group(FULL)], [make_group(STATE, builder)], [make_group(STATE, builder)])
+    assert why_engine_is_not_replayed(runner) is None
+    runner.vllm_config.cache_config.use_replayssm = True
+    assert why_engine_is_not_replayed(runner) == "--use-replayssm"
+    runner.vllm_config.scheduler_config.scheduler_cls = None
+    assert why_engine_is_not_replayed(runner) == "states without Rose's block manager"
+
+
 def change(path: str, value: Any) -> Callable[[Any], None]:
     """Return a function that sets an attribute of block tables or of the second group."""
 
@@ -1215,7 +1307,7 @@ def add(*group: AttentionGroup) -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "states": (add(make_group(STATE)), "layers with a state"),
+    "another kind of state": (add(make_group(STATE, OtherStateBuilder)), "another attention backend"),
     "another backend beside Rose": (
         add(make_group(FULL), make_group(FULL, OtherBuilder)),
         "another attention backend",
@@ -1380,3 +1472,161 @@ def test_a_step_with_prompts_leaves_what_vllms_leaves(
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
         assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+
+
+# What vLLM's metadata builders leave where graphs of decodes read it: the backend, and what graphs hold of metadata.
+STATES: dict[str, tuple[Callable[[Path], Path], type[Any], set[str]]] = {
+    "gated delta nets": (
+        write_random_qwen3_next,
+        GDNAttentionBackend,
+        {"non_spec_state_indices_tensor", "non_spec_query_start_loc"},
+    ),
+    "Mamba 2": (write_random_granite_hybrid, Mamba2AttentionBackend, {"state_indices_tensor_d", "seq_lens"}),
+    "convolutions": (
+        write_random_lfm2,
+        ShortConvAttentionBackend,
+        {"state_indices_tensor_d", "seq_lens"},
+    ),
+}
+
+
+class StateSteps:
+    """Two KV cache groups of layers with a state, their metadata by vLLM's builders, and a random decode step."""
+
+    def __init__(self, config: Any, backend: type[Any], num_requests: int, num_rows: int) -> None:
+        self.case = make_case(num_requests, num_rows, num_states=2)
+        self.num_rows = num_rows
+        first, second, _ = self.case.groups.groups
+        block_size = first.block_size
+        spec = replace(STATE, block_size=block_size)
+        groups = [AttentionGroup(backend, [f"layer {index}"], spec, index) for index in range(2)]
+        for group in groups:
+            group.create_metadata_builders(config, torch.device("cpu"))
+        self.attn_groups = [[group] for group in groups]
+        self.tables = [first.state_table, second.state_table]
+        self.input_buffers = self.case.inputs
+        self.max_num_reqs = NUM_SLOTS
+        self.block_tables = SimpleNamespace(
+            block_tables=[SimpleNamespace(gpu=table) for table in self.tables], block_sizes=[block_size] * 2
+        )
+        self.device, self.model = torch.device("cpu"), None
+        self.model_state = SimpleNamespace(
+            rope_state=None,
+            supports_mm_inputs=False,
+            _mamba_state_idx_gpu=torch.full((NUM_SLOTS,), -1, dtype=torch.int32),
+        )
+
+    def build(self, *, for_capture: bool) -> dict[str, Any]:
+        """Return vLLM's metadata of the step by layer; of no requests while graphs are captured."""
+        rows, slots = self.num_rows, self.case.slots
+        is_real = (slots >= 0) & (not for_capture)
+        inputs = self.case.inputs
+        inputs.seq_lens[:rows] = 1
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        if not for_capture:
+            computed = self.case.state.num_computed_tokens[slots.clamp(min=0)]
+            inputs.seq_lens[:rows] = torch.where(is_real, computed + 1, 0)
+            starts.clamp_(max=int(is_real.sum()))
+        inputs.query_start_loc[: rows + 1] = starts
+        seq_lens = inputs.seq_lens[:rows]
+        tables = [torch.where(is_real[:, None], table[slots.clamp(min=0)], 0) for table in self.tables]
+        for (group,), table in zip(self.attn_groups, tables, strict=True):
+            builder = group.get_metadata_builder()
+            if type(builder) is GDNAttentionMetadataBuilder:
+                # As on a GPU.
+                builder.supports_update_block_table = True
+                builder.mamba_aligned_state_indices = mamba_get_block_table_tensor(
+                    table, seq_lens, group.kv_cache_spec, "align"
+                )
+        return build_attn_metadata(
+            attn_groups=self.attn_groups,
+            num_reqs=rows,
+            num_tokens=rows,
+            query_start_loc_gpu=inputs.query_start_loc[: rows + 1],
+            query_start_loc_cpu=starts,
+            max_query_len=1,
+            seq_lens=inputs.seq_lens,
+            max_seq_len=100,
+            block_tables=tables,
+            slot_mappings=torch.zeros(2, rows),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None]),
+            seq_lens_cpu_upper_bound=seq_lens.clone(),
+            model_specific_attn_metadata=MambaHybridAttnMetadata(torch.zeros(rows, dtype=torch.bool)),
+            for_cudagraph_capture=for_capture,
+        )
+
+    def begin(self) -> None:
+        """Run a step's prologue."""
+        steps: Any = object.__new__(StepGraphs)
+        steps._runner, steps._slots, steps._state = self, self.case.slots, self.case.state
+        steps._inputs, steps._groups = self.case.inputs, step_graph._groups_of(self)
+        steps._model_inputs = ModelInputs(self, self.num_rows)
+        steps._copies = step_graph._copies_of(self)
+        steps._begin(self.num_rows, None)
+
+
+@pytest.mark.parametrize(("num_requests", "num_rows"), [(1, 1), (3, 4), (5, 8), (8, 8)])
+@pytest.mark.parametrize("kind", STATES)
+def test_layers_read_of_states_what_vllms_builders_write(
+    make_config: Callable[..., Any], tmp_path: Path, kind: str, num_requests: int, num_rows: int
+) -> None:
+    write, backend, held_names = STATES[kind]
+    config = make_config(model=str(write(tmp_path)), max_num_seqs=16)
+    assert config.cache_config.mamba_cache_mode == "align"
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    config.compilation_config.max_cudagraph_capture_size = 8
+    steps = StateSteps(config, backend, num_requests, num_rows)
+    captured = steps.build(for_capture=True)
+    theirs = steps.build(for_capture=False)
+    held = {
+        (layer, each.name): getattr(metadata, each.name)
+        for layer, metadata in captured.items()
+        for each in fields(metadata)
+    }
+    tensors = {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and value.numel()}
+    assert {name for _, name in tensors} == held_names
+    wanted = {key: getattr(theirs[key[0]], key[1]).clone() for key in tensors}
+    for (layer, name), value in held.items():
+        # What a graph has in place of tensors is what vLLM would give each of its steps.
+        if not isinstance(value, torch.Tensor):
+            assert getattr(theirs[layer], name) == value, name
+    for tensor in tensors.values():
+        tensor.fill_(POISON)
+    # As vLLM's capture left it.
+    for (_, name), tensor in tensors.items():
+        if name == "non_spec_query_start_loc":
+            tensor[0] = 0
+    steps.begin()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor, wanted[key]), key
+    padding = slice(num_requests, num_rows)
+    for name in ("non_spec_state_indices_tensor", "state_indices_tensor_d"):
+        assert all(not tensor[padding].any() for key, tensor in tensors.items() if key[1] == name)
+    run_interpreted(check_no_state_moves, steps)
+
+
+def check_no_state_moves(steps: StateSteps) -> None:
+    """Let vLLM look where it would copy states to for the same step, and find it in the column where it is."""
+    import triton
+    from vllm.v1.worker import mamba_utils
+
+    mamba_utils.tl = triton.language  # type: ignore[assignment]
+    function: Any = mamba_utils.preprocess_mamba_align_fused_kernel
+    kernel = triton.jit(getattr(function, "fn", function))
+    slots = steps.case.slots[steps.case.slots >= 0].clone()
+    columns = steps.model_state._mamba_state_idx_gpu.clone()
+    others = torch.full((3, NUM_SLOTS), -7, dtype=torch.int32)
+    kernel[(1,)](
+        slots,
+        columns,
+        steps.case.state.num_computed_tokens,
+        steps.case.inputs.query_start_loc,
+        *others,
+        len(slots),
+        BLOCK_SIZE=256,
+        MAMBA_BLOCK_SIZE=steps.block_tables.block_sizes[0],
+    )
+    assert torch.equal(columns, steps.model_state._mamba_state_idx_gpu)
+    # From where, and by how many tokens; no count of drafts was reset.
+    assert torch.equal(others[1][slots], columns[slots]) and (columns[slots] >= 0).all()
+    assert (others[0] == -7).all()

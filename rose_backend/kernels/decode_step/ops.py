@@ -13,6 +13,7 @@ import torch
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MixedRows,
+    StateGroup,
     StepGroup,
     StepGroups,
     StepInputs,
@@ -35,7 +36,7 @@ def begin_decode_step(
     """Write the inputs of a step that computes the last token of each row.
 
     Of a block table only the blocks that the step may read are copied, the null block in columns that a sliding window
-    has passed; the row of a row without a request becomes 0.
+    has passed; the row of a row without a request becomes 0. Of states the block of each row is copied.
 
     Args:
         slots: of each row; -1 after the last request.
@@ -76,14 +77,20 @@ def begin_decode_step(
     return None
 
 
-def _check_group(slots: torch.Tensor, state: StepState, group: StepGroup, index: int) -> None:
+def _check_group(slots: torch.Tensor, state: StepState, group: StepGroup | StateGroup, index: int) -> None:
     num_rows = len(slots)
-    tensors = {
-        "state_table": (group.state_table, "MR MB", torch.int32),
-        "block_table": (group.block_table[:num_rows], "R MB", torch.int32),
-        "slot_mapping": (group.slot_mapping[:num_rows], "R", torch.int64),
-        "num_computed_tokens": (group.num_computed_tokens[:num_rows], "R", torch.int32),
-    }
+    tensors = {"state_table": (group.state_table, "MR MB", torch.int32)}
+    if isinstance(group, StateGroup):
+        tensors |= {
+            "state_blocks": (group.state_blocks[:num_rows], "R", torch.int32),
+            "last_columns": (group.last_columns, "MR", torch.int32),
+        }
+    else:
+        tensors |= {
+            "block_table": (group.block_table[:num_rows], "R MB", torch.int32),
+            "slot_mapping": (group.slot_mapping[:num_rows], "R", torch.int64),
+            "num_computed_tokens": (group.num_computed_tokens[:num_rows], "R", torch.int32),
+        }
     check_tensors(
         slots=(slots, "R"),
         last_tokens=(state.last_tokens, "MR"),
@@ -91,17 +98,21 @@ def _check_group(slots: torch.Tensor, state: StepState, group: StepGroup, index:
     )
 
 
-def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: StepGroup) -> None:
+def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: StepGroup | StateGroup) -> None:
     num_rows = len(slots)
     is_real = slots != NO_SLOT
-    group.num_computed_tokens[:num_rows] = computed
     positions = computed.clamp(min=0).long()
     column = positions // group.block_size
     table = group.state_table[slots.clamp(min=0)]
+    block = table.gather(1, column[:, None]).squeeze(1).long()
+    if isinstance(group, StateGroup):
+        group.state_blocks[:num_rows] = torch.where(is_real, block, 0)
+        group.last_columns[slots[is_real]] = column[is_real].int()
+        return
+    group.num_computed_tokens[:num_rows] = computed
     is_read = torch.arange(table.shape[1], device=slots.device) <= column[:, None]
     keep = group.block_table[:num_rows]
     keep.copy_(torch.where(is_real[:, None], torch.where(is_read, table, keep), 0))
-    block = table.gather(1, column[:, None]).squeeze(1).long()
     kv_slot = block * group.block_size + positions % group.block_size
     group.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
 
@@ -120,7 +131,7 @@ def begin_mixed_step(
     """Write the inputs of a step that computes parts of prompts beside, or instead of, last tokens.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
-    there. Block tables are written as by ``begin_decode_step``.
+    there. Block tables are written as by ``begin_decode_step``. Groups with states are not served.
 
     Args:
         computed_tokens: of rows with one token, which decode attention takes, and of rows with more of them; -1 in all
@@ -130,7 +141,7 @@ def begin_mixed_step(
         padding_slot: in ``request_slots`` of rows without a request.
 
     Raises:
-        ShapeError: shapes or dtypes disagree.
+        ShapeError: shapes or dtypes disagree, or a group has states.
     """
     _check_mixed(rows, state, inputs, groups, computed_tokens, num_tokens)
     num_rows = len(rows.slots)
@@ -154,7 +165,7 @@ def begin_mixed_step(
     inputs.input_ids[:num_real] = torch.where(rows.is_prompt[of_token] != 0, from_prompt, last)
     inputs.positions[:num_real] = positions
     inputs.is_padding[:num_tokens] = torch.arange(num_tokens) >= num_real
-    for group in groups.groups:
+    for group in _without_states(groups):
         last_column = (computed + counts - 1).clamp(min=0) // group.block_size
         is_read = torch.arange(group.state_table.shape[1]) <= last_column[:, None]
         keep = group.block_table[:num_rows]
@@ -163,6 +174,18 @@ def begin_mixed_step(
         group.slot_mapping[:num_real] = block * group.block_size + positions % group.block_size
         group.slot_mapping[num_real:num_tokens] = NO_SLOT
     return None
+
+
+def _without_states(groups: StepGroups) -> list[StepGroup]:
+    """Return all groups.
+
+    Raises:
+        ShapeError: there are groups with states.
+    """
+    attention = [group for group in groups.groups if isinstance(group, StepGroup)]
+    if len(attention) < len(groups.groups):
+        raise ShapeError("groups: a step with prompts takes none with states")
+    return attention
 
 
 def _check_mixed(
@@ -189,7 +212,7 @@ def _check_mixed(
         query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
         request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
     )
-    for index, group in enumerate(groups.groups):
+    for index, group in enumerate(_without_states(groups)):
         check_tensors(
             slots=(rows.slots, "R"),
             is_padding=(inputs.is_padding[:num_tokens], "T"),

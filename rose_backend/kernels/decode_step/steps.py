@@ -4,11 +4,13 @@ and KV cache group; with prompts also per tile of a row's tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import MixedRows, StepGroups, StepInputs, StepState
+from rose_backend.kernels.arguments import MixedRows, StepGroup, StepGroups, StepInputs, StepState
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 
 
@@ -154,8 +156,10 @@ def _begin_kernel(
     far_row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row)
     is_first_group = True
+    is_state = False
     if layout_ptr is not None:
         is_first_group = tl.program_id(1) == 0
+        is_state = tl.load(layout_ptr + tl.program_id(1) * 9 + 2) == 0
         (
             state_table_ptr, state_table_stride, table_ptr, table_stride, width, slot_mapping_ptr, computed_ptr,
             block_size,
@@ -181,10 +185,15 @@ def _begin_kernel(
         tl.store(query_start_ptr + row + 1, num_before)
         tl.store(is_padding_ptr + row, slot < 0)
         tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
-    tl.store(computed_ptr + row, computed)
-    tl.store(slot_mapping_ptr + row, kv_slot)
-    num_columns = tl.where(is_real, column + 1, width)
-    _copy_blocks(source, table_ptr + far_row * table_stride, num_columns, is_real, TABLE_TILE)
+    if is_state:
+        state_blocks_ptr = slot_mapping_ptr.to(tl.pointer_type(tl.int32))
+        tl.store(state_blocks_ptr + row, tl.where(is_real, block, 0).to(tl.int32))
+        tl.store(computed_ptr + known, column, mask=is_real)
+    else:
+        tl.store(computed_ptr + row, computed)
+        tl.store(slot_mapping_ptr + row, kv_slot)
+        num_columns = tl.where(is_real, column + 1, width)
+        _copy_blocks(source, table_ptr + far_row * table_stride, num_columns, is_real, TABLE_TILE)
 
 
 @triton.jit
@@ -338,17 +347,18 @@ def begin_decode_step(
     num_rows, first = len(slots), groups.groups[0]
     if num_rows == 0:
         return
-    is_one = len(groups.groups) == 1
-    of_the_one = (
-        first.state_table,
-        first.state_table.stride(0),
-        first.block_table,
-        first.block_table.stride(0),
-        first.block_table.shape[1],
-        first.slot_mapping,
-        first.num_computed_tokens,
-        first.block_size,
-    )
+    of_the_one: tuple[Any, ...] = (None,) * 8
+    if is_one := isinstance(first, StepGroup) and len(groups.groups) == 1:
+        of_the_one = (
+            first.state_table,
+            first.state_table.stride(0),
+            first.block_table,
+            first.block_table.stride(0),
+            first.block_table.shape[1],
+            first.slot_mapping,
+            first.num_computed_tokens,
+            first.block_size,
+        )
     _begin_kernel[(num_rows,) if is_one else (num_rows, len(groups.groups))](
         slots,
         state.num_computed_tokens,
@@ -360,7 +370,7 @@ def begin_decode_step(
         inputs.is_padding,
         inputs.request_slots,
         None if is_one else groups.layout,
-        *(of_the_one if is_one else [None] * len(of_the_one)),
+        *of_the_one,
         num_rows,
         padding_slot,
         ROWS_TILE=_ROWS_TILE,

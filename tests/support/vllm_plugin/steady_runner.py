@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
@@ -31,6 +34,13 @@ GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
     "sizes, windows and shapes": ((2, 7, 2), (BLOCK_SIZE, None, 1), (8, 20, 3), (BLOCK_SIZE, 9, 1)),
 }
 """Tokens per block, window and metadata builders of each KV cache group."""
+STATE, MAMBA2_STATE = -1, -2
+"""In the place of a window: the group's layers keep a state, of gated delta nets or of Mamba 2."""
+STATE_GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
+    "states": ((BLOCK_SIZE, None, 1), (BLOCK_SIZE, STATE, 1)),
+    "states first": ((BLOCK_SIZE, MAMBA2_STATE, 1), (BLOCK_SIZE, STATE, 2), (BLOCK_SIZE, None, 2)),
+}
+NUM_STATE_BLOCKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,10 @@ class Manager:
             assert (runner.block_tables.slot_mappings[:, len(of_row) : desc.num_tokens] == -1).all()
         hidden = runner.read_tokens(len(of_row))
         for index, (block_size, window, _) in enumerate(runner.groups):
+            if window is not None and window < 0:
+                for nth, group in enumerate(runner.attn_groups[index]):
+                    hidden += (5 + nth) * self._next_states(index, group.get_metadata_builder(), rows, nth)
+                continue
             for nth, group in enumerate(runner.attn_groups[index]):
                 decodes, prompts = group.get_metadata_builder().computed_tokens[:, :rows].long()
                 if desc.uniform_token_count == 1:
@@ -125,6 +139,25 @@ class Manager:
             hidden += (11 + index) * runner.block_tables.slot_mappings[index, : len(of_row)]
         self.hidden_states[: len(of_row), 0] = hidden
 
+    def _next_states(self, index: int, builder: Any, rows: int, nth: int) -> torch.Tensor:
+        """Move the states on that rows have; return them."""
+        runner, inputs = self._runner, self._runner.input_buffers
+        blocks = runner.state_blocks_of(builder)[:rows].long()
+        is_real = blocks != 0
+        if type(builder) is GDNAttentionMetadataBuilder:
+            assert torch.equal(builder.non_spec_query_start_loc[: rows + 1].diff() > 0, is_real)
+        states = runner.states[index, nth]
+        real = blocks[is_real]
+        assert len(set(real.tolist())) == len(real)
+        states[real] = next_state(states[real], inputs.input_ids[:rows][is_real].long())
+        assert not states[0]
+        return states[blocks]
+
+
+def next_state(state: Any, token: Any) -> Any:
+    """Return the state after one more token."""
+    return (5 * state + token + 1) % 10_007
+
 
 class Runner:
     """What the steps touch of vLLM's GPUModelRunner."""
@@ -142,7 +175,13 @@ class Runner:
             query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
             is_padding=torch.zeros(MAX_LEN, dtype=torch.bool),
         )
-        self.attn_groups = [[_group_with_builder() for _ in range(count)] for _, _, count in groups]
+        self.attn_groups = [
+            [_group_with_builder(window) for _ in range(count)] for _, window, count in groups
+        ]
+        # By group, metadata builder and block.
+        self.states = torch.zeros(len(groups), 3, NUM_STATE_BLOCKS, dtype=torch.int64)
+        self.zeroed: list[int] = []
+        self.kv_block_zeroer = SimpleNamespace(zero_block_ids=self.zeroed.extend)
         self.req_states = SimpleNamespace(
             req_id_to_index={},
             free=list(range(MAX_REQS)),
@@ -170,7 +209,10 @@ class Runner:
         self.execute_model_state: Any = None
         self.kv_connector: Any = NO_OP_KV_CONNECTOR
         self.encoder_cache: Any = None
-        self.model_state: Any = SimpleNamespace(rope_state=None, supports_mm_inputs=False)
+        columns = torch.zeros(MAX_REQS, **ints)
+        self.model_state: Any = SimpleNamespace(
+            rope_state=None, supports_mm_inputs=False, _mamba_state_idx_gpu=columns
+        )
         self.cudagraph_manager = Manager(self)
 
     def _logprobs_dims(self, slots: Any) -> Any:
@@ -184,7 +226,7 @@ class Runner:
     def see_pictures(self) -> None:
         """Have a multimodal model: layers read embeddings and M-RoPE positions in place of ids and positions."""
         embeds = torch.zeros(MAX_LEN, 1, dtype=torch.float64)
-        self.model_state = SimpleNamespace(
+        vars(self.model_state).update(
             rope_state=rope_state(3),
             supports_mm_inputs=True,
             encoder_runner=SimpleNamespace(inputs_embeds=embeds),
@@ -225,14 +267,26 @@ class Runner:
         states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
         states.last_sampled_tokens[slot] = last
         self.sampler.penalties_state.output_bin_counts[slot] = 0
-        self.block_tables.append_block_ids(slot, self.new_blocks(slot, len(prompt)), overwrite=True)
+        blocks = self.new_blocks(slot, len(prompt))
+        self.block_tables.append_block_ids(slot, blocks, overwrite=True)
         self.block_tables.apply_staged_writes()
+        self.model_state._mamba_state_idx_gpu[slot] = (len(prompt) - 1) // BLOCK_SIZE
+        for index, of_group in enumerate(blocks):
+            self.states[index, :, of_group[-1]] = state_after(prompt)
+
+    def state_blocks_of(self, builder: Any) -> torch.Tensor:
+        """Return what layers with a state read of their metadata builder: a block of each row."""
+        if type(builder) is Mamba2AttentionMetadataBuilder:
+            return builder.state_indices_tensor_d[:, 0]
+        return builder.non_spec_state_indices_tensor
 
     def new_blocks(self, slot: int, num_tokens: int) -> tuple[list[int], ...]:
-        """Return the blocks of a prompt; the null block where a window has passed."""
+        """Return the blocks of a prompt; the null block where a window has passed, of a state one everywhere."""
         return tuple(
             [
-                0
+                1000 * index + slot + 1
+                if window is not None and window < 0
+                else 0
                 if window is not None and (column + 1) * size <= num_tokens - window
                 else 1000 * index + 100 * slot + column + 1
                 for column in range(-(-num_tokens // size))
@@ -269,6 +323,9 @@ class Runner:
             if block_ids is not None:
                 slot = self.req_states.req_id_to_index[request_id]
                 self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+        self.zeroed.extend(output.new_block_ids_to_zero or ())
+        for source, destination in output.kv_cache_block_copies or ():
+            self.states[:, :, destination] = self.states[:, :, source]
 
     def own_step(self, output: SchedulerOutput) -> tuple[list[int], Any]:
         """Run a step of decodes as vLLM does, from its own counts of blocks.
@@ -293,8 +350,12 @@ class Runner:
             rope.positions[:, :rows] = computed + rope.prefill_delta.gpu[slots]
             embeds = self.model.embed_input_ids(inputs.input_ids[:rows])
             self.model_state.encoder_runner.inputs_embeds[:rows] = embeds
-        for index, (block_size, _, _) in enumerate(self.groups):
-            self._prepare_group(index, block_size, slots, desc.num_tokens)
+        for index, (block_size, window, _) in enumerate(self.groups):
+            if window is not None and window < 0:
+                self._prepare_states(index, slots, desc.num_tokens)
+            else:
+                self._prepare_group(index, block_size, slots, desc.num_tokens)
+        self.model_state._mamba_state_idx_gpu[slots] = computed // BLOCK_SIZE
         batch = SimpleNamespace(idx_mapping=torch.tensor(slots), req_ids=ids, num_tokens=rows)
         self.kv_connector.pre_forward(output, batch, attn_metadata={})
         self.cudagraph_manager.run_fullgraph(desc)
@@ -306,6 +367,22 @@ class Runner:
         states.num_computed_tokens.gpu[slots] += 1
         self.sampler.penalties_state.output_bin_counts[slots, tokens] += 1
         return tokens.tolist(), self.kv_connector.post_forward(output.finished_req_ids)
+
+    def _prepare_states(self, index: int, slots: list[int], num_rows: int) -> None:
+        """Copy the states of rows that reach another column to its block, which is the same, and tell layers of it."""
+        computed = self.req_states.num_computed_tokens.gpu[slots]
+        last = self.model_state._mamba_state_idx_gpu[slots]
+        assert torch.equal(last, (computed - 1) // BLOCK_SIZE)
+        table = self.block_tables.block_tables[index].gpu[slots]
+        blocks = table.gather(1, (computed // BLOCK_SIZE).long()[:, None])[:, 0]
+        assert torch.equal(blocks, table.gather(1, last.long()[:, None])[:, 0])
+        for group in self.attn_groups[index]:
+            builder = group.get_metadata_builder()
+            of_rows = self.state_blocks_of(builder)
+            of_rows[: len(slots)], of_rows[len(slots) : num_rows] = blocks, 0
+            if type(builder) is GDNAttentionMetadataBuilder:
+                rows = torch.arange(num_rows + 1).clamp(max=len(slots))
+                builder.non_spec_query_start_loc[: num_rows + 1] = rows
 
     def _prepare_group(self, index: int, block_size: int, slots: list[int], num_rows: int) -> None:
         tables, computed = self.block_tables, self.req_states.num_computed_tokens.gpu
@@ -344,8 +421,15 @@ class Builder:
         return self.computed_tokens
 
 
-def _group_with_builder() -> SimpleNamespace:
-    builder = Builder()
+def _group_with_builder(window: int | None) -> SimpleNamespace:
+    builder: Any = Builder()
+    if window == STATE:
+        builder = object.__new__(GDNAttentionMetadataBuilder)
+        builder.non_spec_state_indices_tensor = torch.full((MAX_REQS,), 9, dtype=torch.int32)
+        builder.non_spec_query_start_loc = torch.arange(MAX_REQS + 1, dtype=torch.int32)
+    elif window == MAMBA2_STATE:
+        builder = object.__new__(Mamba2AttentionMetadataBuilder)
+        builder.state_indices_tensor_d = torch.full((MAX_REQS, 1), 9, dtype=torch.int32)
     return SimpleNamespace(get_metadata_builder=lambda: builder, metadata_builders=[builder])
 
 
@@ -440,8 +524,14 @@ class Requests:
         computed = [len(self.tokens[each]) - 1 for each in ids]
         for request_id, num_computed in zip(ids, computed, strict=True):
             new = tuple(
-                [1000 + 7 * len(blocks) + self.count + index] if num_computed >= len(blocks) * size else []
-                for index, (blocks, (size, _, _)) in enumerate(
+                [
+                    blocks[-1]
+                    if window is not None and window < 0
+                    else 1000 + 7 * len(blocks) + self.count + index
+                ]
+                if num_computed >= len(blocks) * size
+                else []
+                for index, (blocks, (size, window, _)) in enumerate(
                     zip(self.blocks[request_id], self.runner.groups, strict=True)
                 )
             )
@@ -461,6 +551,9 @@ class Requests:
         hidden = self.runner.expect_token(tokens[-1], position, self.deltas.get(request_id, 0))
         for index, (size, window, num_builders) in enumerate(self.runner.groups):
             blocks = self.blocks[request_id][index]
+            if window is not None and window < 0:
+                hidden += sum(5 + nth for nth in range(num_builders)) * state_after(tokens)
+                continue
             first = 0 if window is None else max(position + 1 - window, 0) // size
             last = position // size
             read = sum((column + 1) * blocks[column] for column in range(first, last + 1))
@@ -468,6 +561,11 @@ class Requests:
             hidden += (7 + index) * read + (11 + index) * (blocks[last] * size + position % size)
         tokens.append(hidden % VOCAB_SIZE)
         return tokens[-1]
+
+
+def state_after(tokens: list[int]) -> int:
+    """Return the state after these tokens."""
+    return functools.reduce(next_state, tokens, 0)
 
 
 def make_output(
