@@ -53,6 +53,7 @@ pytestmark = pytest.mark.gpu
 REPLAYED_BUT_FOR = {
     "prompts without a full graph",
     "prompts of a model with states",
+    "prompts of a multimodal model",
     "no tokens",
     "more requests than full graphs of decodes take",
 }
@@ -73,6 +74,14 @@ GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 DECODE_GRAPHS = {**GRAPHS, "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}
 """Without compiled layers, which only steps with prompts would gain from."""
 DELTA_NETS = ("Qwen3.5", "Qwen3-Next")
+M_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+"""As Qwen3.5 has it for text, too."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT-2", {"compilation_config": GRAPHS}),
     **{
@@ -85,10 +94,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"compilation_config": GRAPHS}) for name in ("gpt-oss", "Gemma 3", "Gemma 4")},
     **{
         name: (name, {"compilation_config": DECODE_GRAPHS, **options})
-        for name, options in (
-            *((name, {"gdn_prefill_backend": "triton"}) for name in DELTA_NETS),
-            *((name, {}) for name in ("LFM2", "Granite 4 H")),
-        )
+        for name, options in {
+            "Qwen3.5": {"gdn_prefill_backend": "triton", "hf_overrides": {"rope_parameters": M_ROPE}},
+            "Qwen3-Next": {"gdn_prefill_backend": "triton"},
+            "LFM2": {},
+            "Granite 4 H": {},
+        }.items()
     },
 }
 """Checkpoint and options by name."""
