@@ -359,7 +359,9 @@ def test_what_is_audited_for_decodes_keeps_features_alone(
 ) -> None:
     kept = {each.name: state.get(each.name, set()) for each in classes[name].reached()}
     changed = set().union(*(names for each, names in kept.items() if each not in HARMLESS))
-    assert len(kept) > 1 and changed == {"deepstack_input_embeds", "deepstack_input_embeds_num_tokens"}
+    features = {"deepstack_input_embeds", "deepstack_input_embeds_num_tokens"}
+    assert len(kept) > 1 and changed <= features
+    assert changed == features or "qwen3_5" in name
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is not installed")

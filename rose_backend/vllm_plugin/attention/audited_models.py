@@ -74,9 +74,22 @@ _FEATURES = (
     "Features of images are written before forward, and cleared behind it, in steps with some. Without any, forward "
     "adds zeros, and embed_input_ids only reads the table."
 )
+_STATES = (
+    "Layers with a state find and leave it where metadata says. Without images, embed_input_ids only reads the "
+    "table, and forward keeps nothing."
+)
 AUDITED_FOR_DECODES: dict[str, str] = {
     f"{_VLLM}qwen3_vl:Qwen3VLForConditionalGeneration": _FEATURES,
     f"{_VLLM}qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration": f"{_FEATURES} {_EXPERTS}",
+    **{
+        f"{_VLLM}qwen3_5:Qwen3_5{kind}": _STATES
+        for kind in (
+            "ForCausalLM",
+            "MoeForCausalLM",
+            "ForConditionalGeneration",
+            "MoeForConditionalGeneration",
+        )
+    },
 }
 """Further classes, of whose steps only those that just decode may be replayed without any Python."""
 
