@@ -22,13 +22,14 @@ if TYPE_CHECKING:
         GptOssConfig,
         LlamaConfig,
         PreTrainedConfig,
+        Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
     )
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
-GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
+GEMMA3_4B, GPT_OSS_20B, QWEN3_30B, QWEN35_4B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-4b"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -37,6 +38,7 @@ SHAPES = {
     GEMMA3_4B: "Gemma 3 4B",
     GPT_OSS_20B: "gpt-oss 20B",
     QWEN3_30B: "Qwen3 30B-A3B",
+    QWEN35_4B: "Qwen3.5 4B",
 }
 """What a random checkpoint can look like, and what people call it."""
 
@@ -48,6 +50,7 @@ QWEN3_VOCAB_SIZE = 151_936
 LLAMA_8B_VOCAB_SIZE = 128_256
 GEMMA3_VOCAB_SIZE = 262_208
 GPT_OSS_VOCAB_SIZE = 201_088
+QWEN35_VOCAB_SIZE = 248_320
 
 
 @contextlib.contextmanager
@@ -96,6 +99,7 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
         GEMMA3_4B: gemma3_config,
         GPT_OSS_20B: gpt_oss_config,
         QWEN3_30B: qwen3_moe_config,
+        QWEN35_4B: qwen3_5_config,
     }
     config = make_configs[shape](small=small)
     # Rotary positions have no weights: the model is the same with a longer window.
@@ -217,6 +221,43 @@ def qwen3_moe_config(*, small: bool = False) -> Qwen3MoeConfig:
     )
 
 
+def qwen3_5_config(*, small: bool = False) -> Qwen3_5TextConfig:
+    """Return Qwen3.5 4B's text layers and vocabulary, with a window of 4,096 tokens; three of four keep a state."""
+    from transformers import Qwen3_5TextConfig
+
+    width, num_layers = (128, 2) if small else (2560, 32)
+    linear, full = "linear_attention", "full_attention"
+    return Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
+        vocab_size=1000 if small else QWEN35_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=18 * width // 5,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2 if small else 16,
+        num_key_value_heads=1 if small else 4,
+        head_dim=256,
+        linear_num_key_heads=1 if small else 16,
+        linear_num_value_heads=2 if small else 32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        layer_types=[full if index % 4 == 3 or (small and index) else linear for index in range(num_layers)],
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+
+
 def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
     """Return Gemma 3 4B's text layers and vocabulary, with a window of 4,096 tokens; five of six layers see 1,024."""
     from transformers import Gemma3TextConfig
@@ -332,7 +373,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     kv_elements_per_token: int
-    """Keys and values of one token, over all layers."""
+    """Keys and values of one token, over all layers, as if those with a state had some, too: that is room for states."""
 
 
 def model_facts(model: str) -> ModelFacts:

@@ -17,12 +17,14 @@ from benchmarks.support.checkpoint import (
     LLAMA_8B,
     QWEN3_06B,
     QWEN3_30B,
+    QWEN35_4B,
     VOCAB_SIZE,
     checkpoint,
     gpt_oss_config,
     llama_1b_config,
     llama_8b_config,
     model_facts,
+    qwen3_5_config,
     qwen3_moe_config,
 )
 from rose_backend import LLM, SamplingParams
@@ -54,8 +56,10 @@ def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
         (llama_8b_config(), 8_029_995_008 + (2 * 32 + 1) * 4096),
         (qwen3_moe_config(), 30_531_911_680 + 48 * (2 * 2048 + 2 * 128) + 2048),
         (gpt_oss_config(), 20_914_757_184),
+        # Of text: with its vision and the head that drafts it is called 5 billion.
+        (qwen3_5_config(), 4_205_751_296),
     ],
-    ids=[LLAMA_1B, LLAMA_8B, QWEN3_30B, GPT_OSS_20B],
+    ids=[LLAMA_1B, LLAMA_8B, QWEN3_30B, GPT_OSS_20B, QWEN35_4B],
 )
 def test_shapes_are_those_of_the_published_models(config: Any, num_weights: int) -> None:
     from transformers import AutoModelForCausalLM
@@ -70,6 +74,14 @@ def test_shapes_are_those_of_the_published_models(config: Any, num_weights: int)
 def test_experts_and_windows_are_those_of_the_published_models() -> None:
     assert qwen3_moe_config().num_experts_per_tok == 8
     assert gpt_oss_config().layer_types == ["sliding_attention", "full_attention"] * 12
+
+
+def test_states_are_those_of_the_published_model() -> None:
+    config = qwen3_5_config()
+    assert config.layer_types == [*["linear_attention"] * 3, "full_attention"] * 8
+    # M-RoPE's dimensions of what rotates of a head.
+    assert 2 * sum(config.rope_parameters["mrope_section"]) == config.head_dim // 4
+    assert set(qwen3_5_config(small=True).layer_types) == set(config.layer_types)
 
 
 @pytest.mark.parametrize("shape", [GPT_OSS_20B, QWEN3_30B])
