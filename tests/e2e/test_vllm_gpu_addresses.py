@@ -17,6 +17,7 @@ from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.graph_pointers import capture_kept, find_strangers
 from tests.support.random_checkpoints import VOCAB_SIZE, WRITERS, write_random_qwen3
+from tests.support.random_vision_checkpoints import write_random_qwen2_5_vl, write_random_qwen3_vl
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import has_roses_layers, inputs_of
 
@@ -138,6 +139,24 @@ def test_graphs_hold_what_is_listed_and_nothing_else(
         ask(capture_kept)
         _, _, strangers = ask(find_strangers)
         assert strangers and all(line.startswith("end") and "of nobody" in line for line in strangers)
+
+
+@pytest.mark.parametrize("write", [write_random_qwen2_5_vl, write_random_qwen3_vl])
+def test_graphs_of_multimodal_models_hold_nothing_else(
+    make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    # Layers as they are written, and no graphs of their parts.
+    graphs = {**GRAPHS, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    options = {**OPTIONS, "compilation_config": graphs}
+    with make_engine(model=str(write(tmp_path)), dtype="float16", **options) as llm:
+        ask, answers = asks(llm), said(llm)
+        ask(capture_kept)
+        before = ask(count_replayed)
+        assert said(llm) == answers and ask(count_replayed) > before
+        assert_no_strangers(ask)
+        for prefix in ("model_state.rope_state", "model_state.encoder_runner"):
+            _, _, strangers = ask(find_strangers, (prefix,))
+            assert any("of nobody" in line for line in strangers), (prefix, strangers)
 
 
 @pytest.mark.usefixtures("own_process")

@@ -26,6 +26,7 @@ from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
 from tests.support.half_precision import judge
 from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
+from tests.support.random_vision_checkpoints import write_random_qwen2_5_vl, write_random_qwen3_vl
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
     ROSES_LAYERS,
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.gpu
 REPLAYED_BUT_FOR = {
     "prompts without a full graph",
     "no tokens",
+    "prompts of a multimodal model",
     "more requests than full graphs of decodes take",
 }
 """Reasons for steps of vLLM's, whatever requests ask for."""
@@ -54,6 +56,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": write_random_gpt_oss,
     "Gemma 3": write_random_gemma3,
     "Gemma 4": write_random_gemma4,
+    "Qwen2.5-VL": write_random_qwen2_5_vl,
+    "Qwen3-VL": write_random_qwen3_vl,
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,8 +68,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("Qwen3", "Llama")
     },
     "Qwen3 with vLLM's layers": ("Qwen3", {"compilation_config": GRAPHS}),
-    # Gemma 4 has one KV cache group, with layers of two shapes.
-    **{name: (name, {"compilation_config": GRAPHS}) for name in ("gpt-oss", "Gemma 3", "Gemma 4")},
+    # Gemma 4 has one KV cache group, with layers of two shapes. Multimodal models get texts here.
+    **{
+        name: (name, {"compilation_config": GRAPHS})
+        for name in ("gpt-oss", "Gemma 3", "Gemma 4", "Qwen2.5-VL", "Qwen3-VL")
+    },
 }
 """Checkpoint and options by name."""
 NUM_GROUPS = {"gpt-oss": 2, "Gemma 3": 4}
