@@ -25,11 +25,13 @@ if TYPE_CHECKING:
         Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
+        Qwen3VLConfig,
     )
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
-GEMMA3_4B, GPT_OSS_20B, QWEN3_30B, QWEN35_4B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-4b"
+GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
+QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -38,6 +40,7 @@ SHAPES = {
     GEMMA3_4B: "Gemma 3 4B",
     GPT_OSS_20B: "gpt-oss 20B",
     QWEN3_30B: "Qwen3 30B-A3B",
+    QWEN3_VL_4B: "Qwen3-VL 4B",
     QWEN35_4B: "Qwen3.5 4B",
 }
 """What a random checkpoint can look like, and what people call it."""
@@ -51,6 +54,8 @@ LLAMA_8B_VOCAB_SIZE = 128_256
 GEMMA3_VOCAB_SIZE = 262_208
 GPT_OSS_VOCAB_SIZE = 201_088
 QWEN35_VOCAB_SIZE = 248_320
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""The last ones of Qwen3-VL's vocabulary."""
 
 
 @contextlib.contextmanager
@@ -84,7 +89,7 @@ def checkpoint(
 def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | None = None) -> None:
     """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
@@ -99,26 +104,30 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
         GEMMA3_4B: gemma3_config,
         GPT_OSS_20B: gpt_oss_config,
         QWEN3_30B: qwen3_moe_config,
+        QWEN3_VL_4B: qwen3_vl_config,
         QWEN35_4B: qwen3_5_config,
     }
     config = make_configs[shape](small=small)
+    text = config.get_text_config()
     # Rotary positions have no weights: the model is the same with a longer window.
-    config.max_position_embeddings = max(config.max_position_embeddings, window or 0)
+    text.max_position_embeddings = max(text.max_position_embeddings, window or 0)
     torch.manual_seed(0)
     if shape in (GPT_OSS_20B, QWEN3_30B):
         _write_layer_by_layer(folder, config)
     else:
         # A billion numbers and more: seconds on a GPU.
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, str(config.dtype).split(".")[-1])
-            )
+            factory = AutoModelForImageTextToText if shape == QWEN3_VL_4B else AutoModelForCausalLM
+            model = factory.from_config(config, dtype=getattr(torch, str(config.dtype).split(".")[-1]))
         model.save_pretrained(folder)
         del model
     if torch.cuda.is_available():
         # An engine that takes its share of the whole GPU finds it empty.
         torch.cuda.empty_cache()
-    _write_tokenizer(folder, config.vocab_size)
+    if shape == QWEN3_VL_4B:
+        _write_processor(folder, text.vocab_size)
+    else:
+        _write_tokenizer(folder, text.vocab_size)
 
 
 def llama_1b_config(*, small: bool = False) -> LlamaConfig:
@@ -258,6 +267,50 @@ def qwen3_5_config(*, small: bool = False) -> Qwen3_5TextConfig:
     )
 
 
+def qwen3_vl_config(*, small: bool = False) -> Qwen3VLConfig:
+    """Return Qwen3-VL 4B's layers of text and vision and its vocabulary, with a window of 4,096 tokens."""
+    from transformers import Qwen3VLConfig
+
+    width, num_layers, vocab_size = (256, 2, 1000) if small else (2560, 36, QWEN3_VOCAB_SIZE)
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 19 * width // 5,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4 if small else 32,
+        "num_key_value_heads": 1 if small else 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 5_000_000.0},
+            **{"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        },
+        "tie_word_embeddings": True,
+        **{"bos_token_id": 0, "eos_token_id": 0, "dtype": "bfloat16"},
+    }
+    vision = {
+        "depth": 3 if small else 24,
+        "hidden_size": 64 if small else 1024,
+        "intermediate_size": 256 if small else 4096,
+        "num_heads": 1 if small else 16,
+        "out_hidden_size": width,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [0, 1, 2] if small else [5, 11, 17],
+    }
+    start = vocab_size - len(VISION_TOKENS)
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    ids = {name: start + index for index, name in enumerate(names)}
+    return Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        **ids,
+    )
+
+
 def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
     """Return Gemma 3 4B's text layers and vocabulary, with a window of 4,096 tokens; five of six layers see 1,024."""
     from transformers import Gemma3TextConfig
@@ -366,6 +419,26 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     fast.save_pretrained(folder)
 
 
+def _write_processor(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with ``VISION_TOKENS`` behind all others, and what prepares images. Needs torchvision."""
+    from transformers import (
+        AutoTokenizer,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    _write_tokenizer(folder, vocab_size - len(VISION_TOKENS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([*VISION_TOKENS], special_tokens=True)
+    # An image of the largest size is encoded while vLLM starts.
+    images = Qwen2VLImageProcessor(
+        patch_size=16, merge_size=2, size={"shortest_edge": 64 * 64, "longest_edge": 1024 * 1024}
+    )
+    videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
+    Qwen3VLProcessor(images, tokenizer, video_processor=videos).save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What a benchmark has to know of a model."""
@@ -373,14 +446,14 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     kv_elements_per_token: int
-    """Keys and values of one token, over all layers, as if those with a state had some, too: that is room for states."""
+    """Keys and values of one token, over all layers, as if those with a state had some, too: room for states."""
 
 
 def model_facts(model: str) -> ModelFacts:
     """Read a checkpoint's configuration."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model).get_text_config()
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelFacts(

@@ -337,29 +337,32 @@ class ModelInputs:
     """
 
     def __init__(self, runner: Any, max_num_rows: int) -> None:
-        self._model, state = runner.model, runner.model_state
-        self._embeds = state.encoder_runner.inputs_embeds if state.supports_mm_inputs else None
-        self._rope = state.rope_state
+        self._runner = runner
+        self._has_embeds = runner.model_state.supports_mm_inputs
+        self._has_rope = runner.model_state.rope_state is not None
+        self.has_any = self._has_embeds or self._has_rope
         # vLLM's own take turns, from one step with new requests to the next.
         self._deltas = torch.zeros(max_num_rows, dtype=torch.int32, device=runner.device)
-        self.has_any = self._embeds is not None or self._rope is not None
 
     def take_over(self, slots: NDArray[np.int64], num_rows: int) -> None:
         """Bring what belongs to the requests of the next steps that only decode to where their graphs read it."""
-        if self._rope is None:
+        if not self._has_rope:
             return
         deltas = torch.zeros(num_rows, dtype=torch.int32, pin_memory=self._deltas.is_cuda)
-        deltas.numpy()[: len(slots)] = self._rope.prefill_delta.np[slots]
+        deltas.numpy()[: len(slots)] = self._runner.model_state.rope_state.prefill_delta.np[slots]
         # torch keeps pinned memory until the copy has run.
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
 
     def write(self, inputs: StepInputs, num_rows: int) -> None:
         """Write them for a step that only decodes, from its ids and positions: a text's, in all dimensions alike."""
-        if self._rope is not None:
-            positions = inputs.positions[:num_rows].expand(self._rope.num_dims, num_rows)
-            torch.add(positions, self._deltas[:num_rows], out=self._rope.positions[:, :num_rows])
-        if self._embeds is not None:
-            self._embeds[:num_rows].copy_(self._model.embed_input_ids(inputs.input_ids[:num_rows]))
+        state = self._runner.model_state
+        if self._has_rope:
+            rope = state.rope_state
+            positions = inputs.positions[:num_rows].expand(rope.num_dims, num_rows)
+            torch.add(positions, self._deltas[:num_rows], out=rope.positions[:, :num_rows])
+        if self._has_embeds:
+            embeds = self._runner.model.embed_input_ids(inputs.input_ids[:num_rows])
+            state.encoder_runner.inputs_embeds[:num_rows].copy_(embeds)
 
 
 End = tuple[str, int]

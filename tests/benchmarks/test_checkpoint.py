@@ -17,6 +17,7 @@ from benchmarks.support.checkpoint import (
     LLAMA_8B,
     QWEN3_06B,
     QWEN3_30B,
+    QWEN3_VL_4B,
     QWEN35_4B,
     VOCAB_SIZE,
     checkpoint,
@@ -26,6 +27,7 @@ from benchmarks.support.checkpoint import (
     model_facts,
     qwen3_5_config,
     qwen3_moe_config,
+    qwen3_vl_config,
 )
 from rose_backend import LLM, SamplingParams
 
@@ -58,16 +60,18 @@ def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
         (gpt_oss_config(), 20_914_757_184),
         # Of text: with its vision and the head that drafts it is called 5 billion.
         (qwen3_5_config(), 4_205_751_296),
+        (qwen3_vl_config(), 4_437_815_808),
     ],
-    ids=[LLAMA_1B, LLAMA_8B, QWEN3_30B, GPT_OSS_20B, QWEN35_4B],
+    ids=[LLAMA_1B, LLAMA_8B, QWEN3_30B, GPT_OSS_20B, QWEN35_4B, QWEN3_VL_4B],
 )
 def test_shapes_are_those_of_the_published_models(config: Any, num_weights: int) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if num_weights < 2e9:
         config.vocab_size = 128_256
+    factory = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = factory.from_config(config)
     assert sum(weight.numel() for weight in model.parameters()) == num_weights
 
 

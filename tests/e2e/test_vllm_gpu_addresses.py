@@ -24,6 +24,7 @@ from tests.support.random_checkpoints import (
     write_random_qwen3,
     write_random_qwen3_next,
 )
+from tests.support.random_vision_checkpoints import write_random_qwen2_5_vl, write_random_qwen3_vl
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import has_roses_layers, inputs_of
 
@@ -163,6 +164,24 @@ def test_graphs_hold_what_is_listed_of_layers_with_a_state(
         ask(capture_kept)
         assert said(llm) == answers
         assert_no_strangers(ask)
+
+
+@pytest.mark.parametrize("write", [write_random_qwen2_5_vl, write_random_qwen3_vl])
+def test_graphs_of_multimodal_models_hold_nothing_else(
+    make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    # Layers as they are written, and no graphs of their parts.
+    graphs = {**GRAPHS, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    options = {**OPTIONS, "compilation_config": graphs}
+    with make_engine(model=str(write(tmp_path)), dtype="float16", **options) as llm:
+        ask, answers = asks(llm), said(llm)
+        ask(capture_kept)
+        before = ask(count_replayed)
+        assert said(llm) == answers and ask(count_replayed) > before
+        assert_no_strangers(ask)
+        for prefix in ("model_state.rope_state", "model_state.encoder_runner"):
+            _, _, strangers = ask(find_strangers, (prefix,))
+            assert any("of nobody" in line for line in strangers), (prefix, strangers)
 
 
 @pytest.mark.usefixtures("own_process")

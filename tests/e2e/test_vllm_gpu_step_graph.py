@@ -36,6 +36,7 @@ from tests.support.random_checkpoints import (
     write_random_qwen3_5,
     write_random_qwen3_next,
 )
+from tests.support.random_vision_checkpoints import write_random_qwen2_5_vl, write_random_qwen3_vl
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
     ROSES_LAYERS,
@@ -71,6 +72,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "Qwen3-Next": write_random_qwen3_next,
     "LFM2": write_random_lfm2,
     "Granite 4 H": write_random_granite_hybrid,
+    "Qwen2.5-VL": write_random_qwen2_5_vl,
+    "Qwen3-VL": write_random_qwen3_vl,
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 DECODE_GRAPHS = {**GRAPHS, "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}
@@ -92,8 +95,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("Qwen3", "Llama")
     },
     "Qwen3 with vLLM's layers": ("Qwen3", {"compilation_config": GRAPHS}),
-    # Gemma 4 has one KV cache group, with layers of two shapes.
-    **{name: (name, {"compilation_config": GRAPHS}) for name in ("gpt-oss", "Gemma 3", "Gemma 4")},
+    # Gemma 4 has one KV cache group, with layers of two shapes. Multimodal models get texts here.
+    **{
+        name: (name, {"compilation_config": GRAPHS})
+        for name in ("gpt-oss", "Gemma 3", "Gemma 4", "Qwen2.5-VL", "Qwen3-VL")
+    },
     **{
         name: (name, {"compilation_config": DECODE_GRAPHS, **options})
         for name, options in {

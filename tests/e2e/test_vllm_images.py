@@ -23,6 +23,8 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, KVEventsConfig
 from vllm.lora.request import LoRARequest
 
+from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.step_graph import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.random_checkpoints import LORA_MODULES, save_adapter
 from tests.support.random_vision_checkpoints import (
@@ -271,6 +273,8 @@ ENGINE: dict[str, Any] = {
     **GPU_MEMORY,
     "kv_cache_memory_bytes": 256 << 20,
 }
+OWN_STEPS = {"prompts of a multimodal model", "scheduled_encoder_inputs", "no tokens"}
+"""Reasons for steps of vLLM's."""
 Said = dict[str, Any]
 Stock = tuple[str, Said]
 """A model's path, and what stock vLLM says."""
@@ -343,6 +347,7 @@ def ask_alone(gpu_engine: SteppedEngine, names: Any, when: str) -> Said:
 
 @pytest.mark.gpu
 def test_texts_before_beside_and_behind_pictures(gpu_engine: SteppedEngine, stock: Said) -> None:
+    num_replayed, own = STEPS.rose, dict(STEPS.vllm)
     said = ask_alone(gpu_engine, TEXTS, "before")
     names = list(ALL)
     for turn in range(3):
@@ -357,6 +362,43 @@ def test_texts_before_beside_and_behind_pictures(gpu_engine: SteppedEngine, stoc
         said |= ask_alone(gpu_engine, TEXTS, f"behind, {turn}")
     for name in (*PROMPTS, *OPEN_PICTURES):
         said |= ask_alone(gpu_engine, [name, "text of 7 tokens"], f"behind {name}")
+    assert not (found := differences(said, stock)), "\n".join(found)
+    if gpu_engine.llm.llm_engine.vllm_config.use_v2_model_runner:
+        # All steps that only decode: each answer has one at least that nothing else is in.
+        assert STEPS.rose - num_replayed > 100
+        assert {reason for reason, count in STEPS.vllm.items() if count > own.get(reason, 0)} <= OWN_STEPS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.5, 1.0], ids=["by chance", "always"])
+def test_pictures_that_are_preempted_and_computed_again(
+    case: tuple[str, str],
+    say_as_stock: Callable[[str], Stock],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+) -> None:
+    """Replayed steps alternate with vLLM's, of few blocks; chunks of pictures run beside decodes."""
+    if case[1] == "V1":
+        pytest.skip("model runner V1 has no replayed steps")
+    path, stock = say_as_stock(case[0])
+    launch, choose, said = StepGraphs.launch, random.Random(7), {}
+
+    def launch_by_chance(self: StepGraphs, output: Any) -> bool:
+        if choose.random() < share:
+            return launch(self, output)
+        self._armed = None
+        return False
+
+    monkeypatch.setattr(StepGraphs, "launch", launch_by_chance)
+    short = {**ENGINE, "num_gpu_blocks_override": 33, "max_model_len": 256}
+    with make_engine(model=path, runner="V2", enforce_eager=False, **short) as llm:
+        engine, num_replayed = SteppedEngine(llm), STEPS.rose
+        for turn in range(2):
+            for name in choose.sample(list(ALL), len(ALL)):
+                engine.add(f"{name} ({turn})", ALL[name], GPU_GREEDY)
+            said |= engine.drain()
+        assert engine.num_preemptions > 0 and STEPS.rose - num_replayed > 20
     assert not (found := differences(said, stock)), "\n".join(found)
 
 

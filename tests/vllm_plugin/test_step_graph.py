@@ -981,7 +981,8 @@ def test_every_tensor_that_steps_and_graphs_of_layers_use_is_listed(monkeypatch:
         *steps._row_inputs.tensors.values(),
         *runner.model.lm_head.parameters(),
         *runner.model.language_model.lm_head.parameters(),
-        *(steps._model_inputs._deltas, steps._model_inputs._embeds, steps._model_inputs._rope.positions),
+        *(runner.model_state.rope_state.positions, runner.model_state.encoder_runner.inputs_embeds),
+        steps._model_inputs._deltas,
         *(steps._slots, steps._tokens, steps._last_hidden, steps._groups.layout),
     ]
     addresses = [each.data_ptr() for each in used if isinstance(each, torch.Tensor)]
