@@ -124,11 +124,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_start(arguments: Sequence[str], backend: str) -> list[dict[str, Any]]:
-    """Return the rows of one start, of a process of its own."""
+def run_start(module: str, arguments: Sequence[str], backend: str) -> list[dict[str, Any]]:
+    """Return the rows of one start, of a process of its own that runs ``module``."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "rows.json")
-        command = [sys.executable, "-m", "benchmarks.vllm_request_kinds", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         subprocess.run([*command, "--rows", str(path), "--backends", backend], check=True)
         rows: list[dict[str, Any]] = json.loads(path.read_text())
         return rows
@@ -149,7 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + options.backends[: start % len(options.backends)]
         )
         for backend in turn:
-            rows += [{"start": start, "backend": backend, **row} for row in run_start(arguments, backend)]
+            found = run_start("benchmarks.vllm_request_kinds", arguments, backend)
+            rows += [{"start": start, "backend": backend, **row} for row in found]
     report = {
         "benchmark": "vllm_request_kinds",
         **run_facts(),

@@ -114,13 +114,12 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
     )
 
 
-def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_place: bool = False) -> Linear:
+def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Linear:
     """Prepare one linear layer for small batches, as ``pack_layer`` does all of a layer's.
 
     Args:
         norm: the one in front, which is folded in if it is LayerNorm.
         gated: it is the first one of a gated MLP.
-        in_place: overwrite the weight, which is contiguous as [O, E].
     """
     weight = linear.weight.t()
     folded = None if norm is None or norm.bias is None else norm
@@ -130,7 +129,6 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_pl
         norm_weight=None if folded is None else folded.weight,
         norm_bias=None if folded is None else folded.bias,
         gated=gated,
-        out=weight if in_place else None,
     )
     bias = None if packed.bias is None else packed.bias.to(weight.dtype)
     return Linear(packed.weight.t(), bias, packed)

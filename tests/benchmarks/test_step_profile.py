@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_profile, vllm_step_profile
+from benchmarks import step_profile, vllm_step_profile, vllm_weight_updates
 from benchmarks.step_profile import time_decoding
 from benchmarks.support.cli import QUICK_MODEL
 from rose_backend import LLM, SamplingParams
+from rose_backend.kernels import pack_linear
 from tests.conftest import ROOT
 from tests.support.patience import HANG_S
 
@@ -128,3 +129,44 @@ def test_quick_comparison_of_request_kinds(tmp_path: Path) -> None:
     assert all(row["num_requests"] == 2 and row["step_ms"] > 0 for row in rows)
     for scene in scenes:
         assert scene in done.stdout
+
+
+def test_quick_weight_updates(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = tmp_path / "updates.json"
+    entrances = ["load_weights, buckets", "weight transfer"]
+    arguments = ["--quick", "--starts", "2", "--entrances", *entrances, "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vllm_weight_updates", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["backend"] == "rose-in-vllm"]
+    by_scene = {scene: [row for row in rows if row["scene"] == scene] for scene in ("as loaded", *entrances)}
+    for scene, (first, second) in by_scene.items():
+        assert first["stale"] == second["stale"] == [] and first["answers"] == second["answers"]
+        assert len(first["times_ms"]) == (0 if scene == "as loaded" else 2)
+        assert scene in done.stdout
+    assert by_scene["as loaded"][0]["answers"] != by_scene["weight transfer"][0]["answers"]
+
+
+def test_a_stale_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, up, other = (torch.randn(4, 3) for _ in range(3))
+    weights = {"model.layers.11.mlp.gate_proj.weight": gate, "model.layers.11.mlp.up_proj.weight": up}
+    weights |= {"model.layers.11.mlp.down_proj.weight": other, "model.embed_tokens.weight": other}
+    read = {
+        "model.layers.11.mlp.gate_up_proj": pack_linear(torch.cat((gate, up)), gated=True),
+        "model.layers.11.mlp.down_proj": other,
+        "lm_head": torch.cat((other, torch.zeros(2, 3))),
+    }
+    monkeypatch.setattr(vllm_weight_updates, "tensors_read", lambda model: read.items())
+    assert vllm_weight_updates.find_stale(None, list(weights.items())) == []
+    up[3, 2] += 1
+    other[0, 0] += 1
+    assert vllm_weight_updates.find_stale(None, list(weights.items())) == [
+        "model.layers.11.mlp.gate_up_proj",
+        "lm_head",
+    ]

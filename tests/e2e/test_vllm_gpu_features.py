@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -13,6 +16,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from benchmarks.support.engines import as_flags
+from benchmarks.vllm_weight_updates import ENTRANCES, find_stale, read_sets, tensors_read
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -40,6 +44,7 @@ from tests.support.vllm_engines import (
     manager_of,
     metrics_of,
     needs_two_gpus,
+    runner_of,
     scheduler_of,
     start,
 )
@@ -217,6 +222,28 @@ def test_norms_reloaded_alone_are_what_graphs_read(
         assert llm.reset_prefix_cache()
         tokens = [output.outputs[0].token_ids for output in generate(llm, prompts)]
         assert tokens != first and wrong_tokens(judge(other, prompts, tokens), FLOAT32_ROUNDING) == []
+
+
+def test_graphs_read_updated_weights_whatever_brings_them(make_engine: MakeEngine, tmp_path: Path) -> None:
+    path, other = WRITERS["Qwen3"](tmp_path / "old"), tmp_path / "new"
+    prompts = mixed_prompts(RANDOM_VOCAB_SIZE, max_len=300)[0][:32]
+    (old, new) = sets = read_sets(str(path), torch.device("cuda"))
+    copytree(path, other)
+    save_file({name: each.cpu() for name, each in new}, other / "model.safetensors", {"format": "pt"})
+    options = {"enforce_eager": False, "max_num_batched_tokens": 512, **GPU_MEMORY}
+    with make_engine(model=str(path), runner="V2", **options) as llm:
+        model, manager = runner_of(llm).model, runner_of(llm).cudagraph_manager
+        assert any(not isinstance(read, torch.Tensor) for _, read in tensors_read(model)), "nothing is packed"
+        steps = manager.rose_step_graphs
+        for entrance, (turn, weights) in itertools.product(ENTRANCES, enumerate(3 * sets[::-1])):
+            shuffled = random.Random(turn).sample(weights, len(weights))
+            llm.collective_rpc(partial(ENTRANCES[entrance], weights=shuffled))
+            assert find_stale(model, weights) == [], entrance
+            assert llm.reset_prefix_cache()
+            tokens = [output.outputs[0].token_ids for output in generate(llm, prompts)]
+            now = path if weights is old else other
+            assert wrong_tokens(judge(now, prompts, tokens), FLOAT32_ROUNDING) == [], entrance
+        assert manager.rose_step_graphs is steps, "graphs were captured again"
 
 
 @RUNNERS

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -617,6 +618,11 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
         assert llm.reset_prefix_cache()
         assert run(llm) == expected != first
+        # As trainers do it, without any other call.
+        weights = list(load_file(old / "model.safetensors", device="cuda").items())
+        llm.collective_rpc(lambda worker: worker.model_runner.model.load_weights(weights))
+        assert llm.reset_prefix_cache()
+        assert run(llm) == first
 
 
 def test_requests_with_grammars_say_the_same_to_the_bit(

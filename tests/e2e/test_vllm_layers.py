@@ -5,7 +5,10 @@ On a CPU layers are packed for few decodes only where a test asks for it; a GPU 
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -20,9 +23,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
@@ -372,41 +380,222 @@ def test_any_weights_may_be_reloaded_alone(
             runner_of(llm).model.state_dict()
 
 
-def test_weights_in_another_format_are_copied_where_nothing_is_rearranged(
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def load(worker: Any, buckets: list[Weights]) -> None:
+    """As the worker extensions of trainers do it, without any other call."""
+    for bucket in buckets:
+        worker.model_runner.model.load_weights(weights=bucket)
+
+
+def load_one_by_one(worker: Any, buckets: list[Weights]) -> None:
+    load(worker, [[each] for bucket in buckets for each in bucket])
+
+
+def load_and_process(worker: Any, buckets: list[Weights]) -> None:
+    load(worker, buckets)
+    runner = worker.model_runner
+    process_weights_after_loading(runner.model, runner.model_config, runner.device)
+
+
+def load_patches(worker: Any, buckets: list[Weights]) -> None:
+    """As vLLM's engine for sparse updates does it with what it has received."""
+    for bucket in buckets:
+        patches = [
+            CheckpointWeightPatch(name, tuple(new.shape), new.dtype, new.flatten(), torch.arange(new.numel()))
+            for name, new in bucket
+        ]
+        load_checkpoint_weight_patches(worker.model_runner.model, patches)
+
+
+def transfer(worker: Any, buckets: list[Weights]) -> None:
+    """By vLLM's weight transfer, whose engine finds in this process what it would receive."""
+    worker, runner = worker.worker, worker.model_runner
+    engine = IPCWeightTransferEngine(None, worker.vllm_config, runner.device, runner.model)
+    engine.update_weights = lambda info: runner.model.load_weights(info["weights"])
+    worker.weight_transfer_engine = engine
+    worker.start_weight_update()
+    for bucket in buckets:
+        worker.update_weights({"weights": bucket})
+    worker.finish_weight_update()
+
+
+def reload(worker: Any, buckets: list[Weights]) -> None:
+    worker.reload_weights(weights_iterator=itertools.chain(*buckets))
+
+
+def assert_packed(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Each packed tensor is, bit for bit, what packing the weights of a checkpoint afresh gives."""
+    for index, layer in enumerate(model._layers):
+        parts = {
+            "self_attn": {"q_proj": layer.qkv, "o_proj": layer.attn_out},
+            "mlp": {"gate_proj": layer.mlp.gate_up, "down_proj": layer.mlp.down},
+        }
+        beside = {"q_proj": ("k_proj", "v_proj"), "gate_proj": ("up_proj",)}
+        for (owner, part, linear), kind in itertools.product(
+            ((owner, part, linear) for owner, found in parts.items() for part, linear in found.items()),
+            ("weight", "bias"),
+        ):
+            names = [f"model.layers.{index}.{owner}.{name}.{kind}" for name in (part, *beside.get(part, ()))]
+            if names[0] not in weights:
+                assert kind == "bias" and linear.bias is None is linear.packed.bias
+                continue
+            plain = torch.cat([weights[name] for name in names])
+            if part == "gate_proj":
+                plain = plain.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+            of_library = linear.weight.t() if kind == "weight" else linear.bias
+            assert torch.equal(getattr(linear.packed, kind), plain) and torch.equal(of_library, plain)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            norm = layer.attn_norm if name == "input_layernorm" else layer.mlp_norm
+            assert torch.equal(norm.packed.weight, weights[f"model.layers.{index}.{name}.weight"])
+
+
+def with_head_of(old: Path, new: Path) -> dict[str, torch.Tensor]:
+    """Rewrite a checkpoint: on a CPU vLLM multiplies with a copy of the head, which it makes once."""
+    weights = load_file(new / "model.safetensors")
+    weights["lm_head.weight"] = load_file(old / "model.safetensors")["lm_head.weight"]
+    save_file(weights, new / "model.safetensors", {"format": "pt"})
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("update", "case"),
+    [
+        (load, "llama-biases"),
+        (load_one_by_one, "qwen3"),
+        (load_and_process, "llama-biases"),
+        (load_patches, "llama-biases"),
+        (transfer, "llama-biases"),
+        (reload, "qwen3"),
+    ],
+)
+def test_updates_in_buckets_by_any_entrance(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any], update: Any, case: str
+) -> None:
+    old, new = (write(tmp_path / f"{seed}", case, seed=seed, tie_word_embeddings=False) for seed in range(2))
+    weights = {new: with_head_of(old, new), old: load_file(old / "model.safetensors")}
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    with make_engine(model=str(old)) as llm:
+        runner = runner_of(llm)
+        assert_packed(runner.model, weights[old])
+        memory = memory_of(runner.model)
+        for turn, path in enumerate((new, old, new)):
+            named = list(weights[path].items())
+            random.Random(turn).shuffle(named)
+            buckets = [named[first::4] for first in range(4)]
+            llm.collective_rpc(partial(update, buckets=buckets))
+            assert_packed(runner.model, weights[path])
+            assert llm.reset_prefix_cache()
+            assert_right(path, few, complete(llm, few))
+        assert memory_of(runner.model) == memory
+    assert packed
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_any_weight_may_be_loaded_alone_and_wrong_ones_change_nothing(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any], case: str
+) -> None:
+    old, new = (write(tmp_path / f"{seed}", case, seed=seed, tie_word_embeddings=False) for seed in range(2))
+    weights, others = (load_file(path / "model.safetensors") for path in (old, new))
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    with make_engine(model=str(old)) as llm:
+        model = runner_of(llm).model
+        layer = "model.layers.1"
+        names = [name for name in others if name.startswith(layer)]
+        assert {f"{layer}.self_attn.q_proj.weight", f"{layer}.input_layernorm.weight"} <= set(names)
+        for name in names:
+            shape = others[name].shape
+            wrong: Weights = [
+                (f"{name}.no_such", others[name]),
+                (name, others[name][: len(others[name]) // 2]),
+                (name, others[name].new_zeros(*shape, 3)),
+                (name, others[name][..., :1]),
+            ]
+            for each in wrong:
+                # Whatever vLLM's loader of the weight raises, which has no one class.
+                with pytest.raises((ValueError, KeyError, RuntimeError, AssertionError, AttributeError)):
+                    model.load_weights([each])
+            assert_packed(model, weights)
+            model.load_weights([(name, others[name])])
+            weights[name] = others[name]
+            assert_packed(model, weights)
+        # What comes before a wrong one is loaded, what comes behind it is not.
+        first, last = (f"model.layers.0.mlp.{name}.weight" for name in ("gate_proj", "up_proj"))
+        with pytest.raises(ValueError, match="no_such"):
+            model.load_weights([(first, others[first]), ("no_such", others[first]), (last, others[last])])
+        weights[first] = others[first]
+        assert_packed(model, weights)
+        assert llm.reset_prefix_cache()
+        mixed = copytree(old, tmp_path / "mixed")
+        save_file(weights, mixed / "model.safetensors", {"format": "pt"})
+        assert_right(mixed, few, complete(llm, few))
+
+
+def test_a_tied_head_follows_its_embedding(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    path = write(tmp_path, "qwen2")
+    with make_engine(model=str(path)) as llm:
+        model = runner_of(llm).model
+        address = model.lm_head.weight.data_ptr()
+        table = torch.randn_like(model.lm_head.weight)[:VOCAB_SIZE]
+        # Some trainers send the head, too; vLLM leaves it out.
+        model.load_weights(
+            [("model.embed_tokens.weight", table), ("lm_head.weight", torch.zeros_like(table))]
+        )
+        assert torch.equal(model.lm_head.weight[:VOCAB_SIZE], table)
+        assert model.lm_head.weight.data_ptr() == address == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_nothing_keeps_a_model_whose_engine_has_ended(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    """vLLM keeps the weight loaders of every model, for reloads."""
+    path = write(tmp_path, "llama-biases")
+    with make_engine(model=str(path), dtype="float16") as llm:
+        modules = [weakref.ref(each) for each in runner_of(llm).model.modules()]
+    del llm
+    gc.collect()
+    assert not [each() for each in modules if each() is not None]
+
+
+def test_weights_in_another_format_are_rearranged_as_those_of_a_checkpoint(
     make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
 ) -> None:
     old, new = (write(tmp_path / f"{seed}", "llama-biases", seed=seed) for seed in range(2))
     few, mixed = parity_prompts(VOCAB_SIZE)[:12], tmp_path / "mixed"
     weights, others = (load_file(path / "model.safetensors") for path in (old, new))
     names = {
-        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "self_attn.o_proj": (),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.down_proj": (),
+        "input_layernorm": (),
+        "post_attention_layernorm": (),
     }
-    names |= {"input_layernorm": (), "post_attention_layernorm": ()}
     plain = []
     for layer, (module, parts) in itertools.product(("model.layers.0", "model.layers.1"), names.items()):
         for kind in ("weight", "bias") if "proj" in module else ("weight",):
-            theirs = [f"{layer}.self_attn.{part}.{kind}" for part in parts] or [f"{layer}.{module}.{kind}"]
+            theirs = [f"{layer}.{part}.{kind}" for part in parts or (module,)]
             weights.update({name: others[name] for name in theirs})
             plain.append((f"{layer}.{module}.{kind}", torch.cat([others[name] for name in theirs])))
-
-    def reload(llm: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        options = {"weights_iterator": iter(tensors), "is_checkpoint_format": False}
-        llm.collective_rpc("reload_weights", kwargs=options)
-        assert llm.reset_prefix_cache()
-
     copytree(old, mixed)
     save_file(weights, mixed / "model.safetensors", {"format": "pt"})
     with make_engine(model=str(old)) as llm:
-        first = [each.token_ids for each in complete(llm, few)]
-        for kind in ("weight", "bias"):
-            name = f"model.layers.0.mlp.gate_up_proj.{kind}"
-            with pytest.raises(ValueError, match=rf"{name}.*is_checkpoint_format=False"):
-                reload(llm, [(name, torch.zeros(1))])
-        assert [each.token_ids for each in complete(llm, few)] == first
-        reload(llm, plain)
+        memory = memory_of(runner_of(llm).model)
+        with pytest.raises(AttributeError, match="no_such"):
+            reload_as_it_is(llm, [("model.layers.0.mlp.gate_up_proj.no_such", torch.zeros(1))])
+        assert_right(old, few, complete(llm, few))
+        reload_as_it_is(llm, plain)
         assert_right(mixed, few, complete(llm, few))
+        assert memory_of(runner_of(llm).model) == memory
+
+
+def reload_as_it_is(llm: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    options = {"weights_iterator": iter(tensors), "is_checkpoint_format": False}
+    llm.collective_rpc("reload_weights", kwargs=options)
+    assert llm.reset_prefix_cache()
 
 
 def test_a_norm_in_half_precision_is_scaled_anew_in_every_reload(
@@ -418,15 +607,24 @@ def test_a_norm_in_half_precision_is_scaled_anew_in_every_reload(
         norm = model._layers[0].attn_norm.packed
         assert norm.scale.item() >= norm.weight.abs().max()
         address = norm.scale.data_ptr()
-        for largest, is_checkpoint_format in ((9.0, True), (60_000.0, False), (0.75, False), (3.0, True)):
-            weight = torch.full((128,), largest, dtype=torch.float16)
-            options = {
-                "weights_iterator": iter([(name, weight)]),
-                "is_checkpoint_format": is_checkpoint_format,
-            }
-            llm.collective_rpc("reload_weights", kwargs=options)
-            assert model._layers[0].attn_norm.packed is norm and torch.equal(norm.weight, weight)
+        for largest, is_checkpoint_format in (
+            (9.0, True),
+            (60_000.0, False),
+            (50.0, None),
+            (0.75, False),
+            (3.0, True),
+            (0.1, None),
+        ):
+            weights = [(name, torch.full((128,), largest, dtype=torch.float16))]
+            if is_checkpoint_format is None:
+                model.load_weights(weights)
+            else:
+                options = {"weights_iterator": iter(weights), "is_checkpoint_format": is_checkpoint_format}
+                llm.collective_rpc("reload_weights", kwargs=options)
+            assert torch.equal(norm.weight, weights[0][1])
             assert largest <= norm.scale.item() < 2 * largest and norm.scale.data_ptr() == address
+            now = model._layers[0].attn_norm.packed
+            assert (now.weight.data_ptr(), now.scale) == (norm.weight.data_ptr(), norm.scale)
 
 
 NUM_TOKENS = 32

@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -36,9 +37,10 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.ops.triton_ops import lora_kernel_metadata
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import utils as loading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -699,6 +701,20 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
 def test_linear_modules_call_what_rose_puts_in_the_place_of_their_method() -> None:
     for name in ("process_weights_after_loading", "apply"):
         assert_accepts(getattr(RoseLinearMethod, name), getattr(UnquantizedLinearMethod, name), name)
+
+
+def test_weights_are_loaded_as_roses_loaders_take_them() -> None:
+    # vLLM's reloads put another tensor in the place of an argument of this name.
+    assert next(iter(inspect.signature(partial(decoder._load_gate_up, None)).parameters)) == "param"
+    assert list(inspect.signature(partial(decoder._load_norm, None)).parameters) == list(
+        inspect.signature(default_weight_loader).parameters
+    )
+    module = MergedColumnParallelLinear
+    for theirs in (module.weight_loader, module.weight_loader_v2):
+        assert_accepts(partial(decoder._load_gate_up, None), partial(theirs, None), "weight_loader")
+    assert set(inspect.signature(module.validate_shard_id).parameters) == {"self", "shard_id"}
+    # Looked up where the weight is loaded, not kept from the start.
+    assert "param.weight_loader(param, loaded_weight, shard_id)" in inspect.getsource(module.load_weights)
 
 
 def test_attention_modules_tell_a_step_and_the_end_of_loading_as_roses_layers_read_them() -> None:

@@ -31,7 +31,6 @@ def pack_linear(
     norm_weight: torch.Tensor | None = None,  # [E]
     norm_bias: torch.Tensor | None = None,  # [E]
     gated: bool = False,
-    out: torch.Tensor | None = None,  # [O, E]  written
 ) -> PackedLinear:
     """Prepare a layer once, at load time.
 
@@ -40,8 +39,9 @@ def pack_linear(
     Args:
         norm_weight, norm_bias: of a LayerNorm before it, which is folded in. An RMSNorm is not: see ``PackedNorm``.
         gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
-        out: where the packed weight goes, contiguous; may be ``weight`` itself. None: ``weight`` stays as it is, and is
-            the packed weight where nothing of it changes.
+
+    Returns:
+        The layer, whose weight is ``weight`` itself where nothing of it changes.
 
     Raises:
         ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows.
@@ -50,11 +50,6 @@ def pack_linear(
     if bias is not None:
         check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
         check_same_dtype(weight=weight, bias=bias)
-    if out is not None:
-        check_tensors(weight=(weight, "O E"), out=(out, "O E"))
-        check_same_dtype(weight=weight, out=out)
-        if not out.is_contiguous():
-            raise ShapeError(f"out: expected a contiguous tensor, got strides {out.stride()}")
     if gated:
         if weight.shape[0] % 2:
             raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
@@ -63,12 +58,11 @@ def pack_linear(
     if norm_weight is None or norm_bias is None:
         if norm_weight is not norm_bias:
             raise ShapeError("norm_weight and norm_bias: expected both or neither, got one")
-        packed = weight.contiguous() if out is None else out.copy_(weight)
-        return PackedLinear(packed, bias, None, is_gated=gated)
+        return PackedLinear(weight.contiguous(), bias, None, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"), norm_bias=(norm_bias, "E"))
     shift = weight.float() @ norm_bias.float()
     # Rounded once, from float32.
-    folded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
+    folded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     wide_norm = norm_weight.float()
     for rows, target in zip(weight.split(_FOLDED_ROWS), folded.split(_FOLDED_ROWS), strict=True):
         target.copy_(rows.float() * wide_norm)

@@ -4,8 +4,9 @@ Modules, parameters and weight loading are vLLM's own. Only ``forward`` is Rose'
 nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full CUDA graphs, longer steps are launched.
 
 Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Where layers
-are packed, the two parts of a gated MLP are overwritten by their packed form when everything is loaded: the first time,
-and again in each reload.
+are packed, the rows of the two parts of a gated MLP take turns. What is loaded first is rearranged when everything is
+loaded. Whatever is loaded later, by whichever of vLLM's entrances, goes through the parameters' weight loaders, which
+write it where its rows belong: no update needs another call, or memory of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,14 +23,16 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.sequence import IntermediateTensors
 
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import HeadRotation, PackedNorm, embed_tokens, empty_rows
+from rose_backend.kernels import HeadRotation, PackedLinear, PackedNorm, embed_tokens, empty_rows
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -36,7 +40,6 @@ from rose_backend.layers.linear import (
     Mlp,
     Norm,
     ResidualStream,
-    pack,
     packs_layers,
 )
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
@@ -59,7 +62,7 @@ class LoadedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention = attention
         self._products = [
-            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj, keep=keep)
+            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj)
             for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         ]
         norms = {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
@@ -68,10 +71,10 @@ class LoadedLayer:
             for name, norm in norms.items()
         ]
 
-    def update(self) -> DecoderLayer:
-        """Return the layer as it is loaded now; what an earlier call returned is up to date, too."""
-        qkv, attn_out, gate_up, down = [product.update() for product in self._products]
-        attn_norm, mlp_norm = [norm.update() for norm in self._norms]
+    def read(self) -> DecoderLayer:
+        """Return the layer. Later updates write to its tensors."""
+        qkv, attn_out, gate_up, down = [product.read() for product in self._products]
+        attn_norm, mlp_norm = [norm.read() for norm in self._norms]
         query_norm, key_norm = (getattr(self._attention, name, None) for name in ("q_norm", "k_norm"))
         return DecoderLayer(
             attn_norm,
@@ -89,65 +92,74 @@ class LoadedNorm:
 
     def __init__(self, module: Any, *, packs: bool, keep: Callable[[torch.Tensor], None]) -> None:
         self._module, self._packs = module, packs
-        self._norm: Norm | None = None
-        self._addresses: list[int] = []
         self._scale: torch.Tensor | None = None  # As PackedNorm's.
         if packs and module.weight.dtype is torch.float16:
             self._scale = torch.ones(1, dtype=torch.float32, device=module.weight.device)
             keep(self._scale)
+        if packs:
+            module.rose_scale = self._scale
+            _load_by(module, _load_norm)
 
-    def update(self) -> Norm:
+    def read(self) -> Norm:
         """Return the norm as it is loaded now."""
-        if self._norm is None or _addresses_of(self._module) != self._addresses:
-            self._norm, self._addresses = norm_of(self._module), _addresses_of(self._module)
-            if self._packs:
-                packed = PackedNorm(self._norm.weight, self._norm.eps, self._scale)
-                self._norm = replace(self._norm, packed=packed)
-                self._module.get_parameter = self._parameter
-        if self._norm.packed is not None:
-            self._norm.packed.update_scale()
-        return self._norm
+        norm = norm_of(self._module)
+        if not self._packs:
+            return norm
+        packed = PackedNorm(norm.weight, norm.eps, self._scale)
+        packed.update_scale()
+        return replace(norm, packed=packed)
 
-    def _parameter(self, name: str) -> torch.nn.Parameter:
-        """Return what vLLM copies a weight into that is not in a checkpoint's format: nothing else tells of it."""
-        weight, update = (
-            torch.nn.Parameter(getattr(self._module, name).data, requires_grad=False),
-            self.update,
-        )
 
-        def copy(loaded: torch.Tensor) -> None:
-            weight.data.copy_(loaded)
-            update()
+def _load_norm(module: Any, param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """Load the weight of an RMSNorm, and let the scale follow. vLLM may load another tensor first, and copy that."""
+    default_weight_loader(param, loaded_weight)
+    if not param.is_meta:
+        PackedNorm(param.data, module.variance_epsilon, module.rose_scale).update_scale()
 
-        weight.copy_ = copy  # type: ignore[assignment, method-assign]
-        return weight
+
+def _load_by(module: Any, load: Any) -> None:
+    """Make ``load`` the weight loader of a module's parameters.
+
+    As a method of the module: what vLLM keeps of parameters for reloads must not keep the module.
+    """
+    get_parameter = module.get_parameter
+    for parameter in module.parameters(recurse=False):
+        parameter.weight_loader = MethodType(load, module)
+
+    def parameter_for_copy(name: str) -> torch.nn.Parameter:
+        """Return what vLLM copies a weight into that is not in a checkpoint's format, past its loader."""
+        parameter = torch.nn.Parameter(get_parameter(name).data, requires_grad=False)
+        parameter.copy_ = partial(load, module, parameter)  # type: ignore[method-assign]
+        return parameter
+
+    module.get_parameter = parameter_for_copy
 
 
 class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
     """One linear module, as vLLM's method of it.
 
     It leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original. Packed, only
-    the rows of a gate and its factor change places.
+    the rows of a gate and its factor change places: of what is loaded first when everything is loaded, of all that is
+    loaded later on the way.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, module: Any, *, packs: bool, gated: bool, keep: Keep) -> None:
+    def __init__(self, module: Any, *, packs: bool, gated: bool) -> None:
         super().__init__()
-        self._module = module
-        self._packs, self._gated = packs, gated
+        self._module, self._packs, self._gated = module, packs, gated
+        self.packed_address: int | None = None
+        """Of the weight, once its rows and the bias's alternate."""
         module.quant_method = self
-        self._is_new = True  # The weight is as vLLM loads it.
-        self._linear: Linear | None = None
-        self._addresses: list[int] = []
-        self._bias: torch.Tensor | None = None  # With rows as in the packed weight.
-        if packs and gated and module.bias is not None:
-            self._bias = torch.empty_like(module.bias.data)
-            keep("gate_up_bias", self._bias)
+        if packs and gated:
+            _load_by(module, _load_gate_up)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Note that the weight was loaded."""
-        self._is_new = True
+        """Let rows alternate, in place, if they do not yet."""
+        if self._packs and self._gated and self.packed_address is None:
+            for parameter in self._module.parameters(recurse=False):
+                parameter.data.copy_(parameter.data.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1))
+            self.packed_address = self._module.weight.data_ptr()
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -155,51 +167,42 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         """Refuse: the module is never called, as its weight may be packed."""
         raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
 
-    def update(self) -> Linear:
+    def read(self) -> Linear:
         """Return the product as it is loaded now."""
-        is_new, self._is_new = self._is_new, False
-        if (addresses := _addresses_of(self._module)) != self._addresses:
-            if self._linear is not None and self._packs and self._gated and not is_new:
-                raise ModelError(
-                    f"{self._module.prefix}: another tensor is in the place of a packed weight, and nothing tells "
-                    "whether its rows are packed, too: reload it by vLLM's reload_weights or a weight update; "
-                    f"{KEEP_OPTION} keeps vLLM's layers"
-                )
-            # The first tensors, or others that have been put in their place.
-            self._linear, self._addresses = None, addresses
-        if self._linear is None:
-            self._linear = self._packed() if self._packs else self._loaded()
-        elif is_new and self._packs and self._gated:
-            # In place, as graphs hold the addresses. What is not rearranged is in its place already.
-            self._packed()
-        return self._linear
-
-    def _packed(self) -> Linear:
-        linear = pack(self._loaded(), gated=self._gated, in_place=self._gated)
-        if self._gated:
-            self._module.get_parameter = self._refuse
-        if self._bias is None or linear.bias is None or linear.packed is None:
-            return linear
-        self._bias.copy_(linear.bias)
-        return replace(linear, bias=self._bias, packed=replace(linear.packed, bias=self._bias))
-
-    def _loaded(self) -> Linear:
         module = self._module
+        if self.packed_address not in (None, module.weight.data_ptr()):
+            raise ModelError(
+                f"{module.prefix}: another tensor is in the place of a packed weight, and nothing tells "
+                "whether its rows are packed, too: load it by the model's load_weights, vLLM's reload_weights or a "
+                f"weight update; {KEEP_OPTION} keeps vLLM's layers"
+            )
         # Rank 0 adds the bias that all ranks' sum needs once, as vLLM's module does.
         is_added = module.bias is not None and not (
             isinstance(module, RowParallelLinear) and module.tp_rank > 0
         )
-        return Linear(module.weight.data.t(), module.bias.data if is_added else None)
-
-    def _refuse(self, name: str) -> torch.nn.Parameter:
-        raise ModelError(
-            f"{self._module.prefix}.{name}: Rose's packed weights are reloaded in a checkpoint's format only, not with "
-            f"is_checkpoint_format=False; {KEEP_OPTION} keeps vLLM's layers"
-        )
+        weight, bias = module.weight.data, module.bias.data if is_added else None
+        packed = PackedLinear(weight, bias, None, is_gated=self._gated) if self._packs else None
+        return Linear(weight.t(), bias, packed)
 
 
-def _addresses_of(module: Any) -> list[int]:
-    return [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
+def _load_gate_up(
+    module: Any,
+    param: torch.Tensor,  # [2 * I, E] or [2 * I]
+    loaded_weight: torch.Tensor,  # of one part, or of both side by side
+    loaded_shard_id: tuple[int, ...] | int | None = None,
+) -> None:
+    """Load into alternate rows what vLLM's ``MergedColumnParallelLinear`` loads into halves, and refuse as it does."""
+    if module.quant_method.packed_address is None:
+        load = module.weight_loader_v2 if isinstance(param, BasevLLMParameter) else module.weight_loader
+        load(param, loaded_weight, loaded_shard_id)
+        return
+    module.validate_shard_id(loaded_shard_id)
+    rows = param.data.unflatten(0, (-1, 2))
+    parts = [loaded_shard_id] if isinstance(loaded_shard_id, int) else range(2)
+    for index, part in enumerate(parts):
+        loaded = loaded_weight.narrow(0, index * len(rows), len(rows))
+        assert loaded.shape == rows[:, part].shape  # As vLLM's.
+        rows[:, part].copy_(loaded)
 
 
 def norm_of(module: Any) -> Norm:
@@ -311,7 +314,7 @@ class RoseDecoder:
             attention.impl.after_loading = partial(self._update_layer, index)
 
     def _update_layer(self, index: int) -> None:
-        layer = self._layers[index] = self._loaded[index].update()
+        layer = self._layers[index] = self._loaded[index].read()
         self._rotations[index] = HeadRotation(
             self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
         )
