@@ -45,7 +45,7 @@ pytestmark = pytest.mark.gpu
 REPLAYED_BUT_FOR = {
     "prompts without a full graph",
     "no tokens",
-    "prompts of a multimodal model",
+    "prompts of a model audited for decodes only",
     "more requests than full graphs of decodes take",
 }
 """Reasons for steps of vLLM's, whatever requests ask for."""
