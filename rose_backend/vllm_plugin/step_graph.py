@@ -322,7 +322,7 @@ class ModelInputs:
         # torch keeps pinned memory until the copy has run.
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
 
-    def prepare(self, rows: MixedRows, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
+    def prepare(self, inputs: StepInputs, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
         """Let vLLM write them for a step with prompts, of so many tokens with padding, and encode its images."""
         if not self._has_embeds and not self._has_rope:
             return
@@ -331,15 +331,15 @@ class ModelInputs:
         # Of vLLM's ``InputBatch``, what is read of it here.
         batch: Any = SimpleNamespace(
             req_ids=step.request_ids,
-            idx_mapping=rows.slots[:num_requests],
+            idx_mapping=inputs.request_slots[:num_requests],
             num_scheduled_tokens=np.array(step.counts),
             num_tokens=int(starts[-1]),
             num_tokens_after_padding=num_tokens,
-            query_start_loc=rows.query_start_loc[: num_requests + 1],
+            query_start_loc=inputs.query_start_loc[: num_requests + 1],
             query_start_loc_np=starts,
             num_computed_tokens_np=np.array(step.num_computed_tokens),
             prefill_len_np=np.array(step.prefill_lens),
-            input_ids=self._runner.input_buffers.input_ids,
+            input_ids=inputs.input_ids,
         )
         if self._has_embeds:
             state.prepare_inputs_embeds(output.scheduled_encoder_inputs, batch, states)
@@ -644,7 +644,7 @@ class StepGraphs:
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
         self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
-        self._model_inputs.prepare(self._rows, step, desc.num_tokens, output)
+        self._model_inputs.prepare(self._inputs, step, desc.num_tokens, output)
         self._run_graph_of_layers(desc, num_rows, output)
         return batch
 
