@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,12 @@ _FIELDS_OF_STEADY_STEPS = (
     # Not read by workers.
     *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
 )
-FIELD_OF_MIXED_STEPS = "scheduled_new_reqs"
-"""A further field that a mixed step may have."""
+FIELDS_OF_MIXED_STEPS = ("scheduled_new_reqs", "scheduled_encoder_inputs")
+"""Further fields that a mixed step may have."""
 FIELDS_OF_OTHER_STEPS = tuple(
     each.name
     for each in fields(SchedulerOutput)
-    if each.name not in (*_FIELDS_OF_STEADY_STEPS, FIELD_OF_MIXED_STEPS)
+    if each.name not in (*_FIELDS_OF_STEADY_STEPS, *FIELDS_OF_MIXED_STEPS)
 )
 """Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
 
@@ -227,7 +228,7 @@ def has_prompts(output: SchedulerOutput) -> bool:
     num_requests = len(output.num_scheduled_tokens)
     return not (
         num_requests == output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
-        and not getattr(output, FIELD_OF_MIXED_STEPS)
+        and not any(getattr(output, name) for name in FIELDS_OF_MIXED_STEPS)
     )
 
 
@@ -340,7 +341,9 @@ class ModelInputs:
         self._runner = runner
         self._has_embeds = runner.model_state.supports_mm_inputs
         self._has_rope = runner.model_state.rope_state is not None
-        self.has_any = self._has_embeds or self._has_rope
+        has_any = self._has_embeds or self._has_rope
+        self.is_prepared_by_vllm = has_any and find_unaudited(runner.model_config) is not None
+        """In steps with prompts, as their layers need Python."""
         # vLLM's own take turns, from one step with new requests to the next.
         self._deltas = torch.zeros(max_num_rows, dtype=torch.int32, device=runner.device)
 
@@ -352,6 +355,29 @@ class ModelInputs:
         deltas.numpy()[: len(slots)] = self._runner.model_state.rope_state.prefill_delta.np[slots]
         # torch keeps pinned memory until the copy has run.
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
+
+    def prepare(self, inputs: StepInputs, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
+        """Let vLLM write them for a step with prompts, of so many tokens with padding, and encode its images."""
+        if not self._has_embeds and not self._has_rope:
+            return
+        state, states, num_requests = self._runner.model_state, self._runner.req_states, len(step.request_ids)
+        starts = np.cumsum([0, *step.counts])
+        # Of vLLM's ``InputBatch``, what is read of it here.
+        batch: Any = SimpleNamespace(
+            req_ids=step.request_ids,
+            idx_mapping=inputs.request_slots[:num_requests],
+            num_scheduled_tokens=np.array(step.counts),
+            num_tokens=int(starts[-1]),
+            num_tokens_after_padding=num_tokens,
+            query_start_loc=inputs.query_start_loc[: num_requests + 1],
+            query_start_loc_np=starts,
+            num_computed_tokens_np=np.array(step.num_computed_tokens),
+            prefill_len_np=np.array(step.prefill_lens),
+            input_ids=inputs.input_ids,
+        )
+        if self._has_embeds:
+            state.prepare_inputs_embeds(output.scheduled_encoder_inputs, batch, states)
+        state.prepare_inputs(batch, states)
 
     def write(self, inputs: StepInputs, num_rows: int) -> None:
         """Write them for a step that only decodes, from its ids and positions: a text's, in all dimensions alike."""
@@ -395,6 +421,9 @@ class MixedStep:
 
     request_ids: list[str]
     counts: list[int]
+    num_computed_tokens: list[int]
+    prefill_lens: list[int]
+    """Tokens that are known from the start."""
     is_prompt: list[bool]
     """Its tokens are known from the start."""
     is_due: list[bool]
@@ -706,6 +735,7 @@ class StepGraphs:
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
         self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
+        self._model_inputs.prepare(self._inputs, step, desc.num_tokens, output)
         self._run_graph_of_layers(desc, num_rows, output)
         return batch
 
@@ -726,7 +756,9 @@ class StepGraphs:
         return MixedStep(
             request_ids,
             counts,
-            is_prompt,
+            num_computed_tokens=list(starts),
+            prefill_lens=list(ends),
+            is_prompt=is_prompt,
             is_due=[start + count >= end for start, count, end in zip(starts, counts, ends, strict=True)],
             has_single_tokens=counts[-1] == 1
             and all(start > 0 for start, is_one in zip(starts, is_prompt, strict=True) if is_one),
@@ -736,8 +768,8 @@ class StepGraphs:
         """Return what a step with prompts has that is vLLM's; None if nothing."""
         if self._replayed is None:
             return "prompts without Rose's sampler"
-        if self._model_inputs.has_any:
-            return "prompts of a multimodal model"
+        if self._model_inputs.is_prepared_by_vllm:
+            return "prompts of a model audited for decodes only"
         if self._groups.has_states:
             return "prompts of a model with states"
         for new in output.scheduled_new_reqs:

@@ -57,7 +57,7 @@ pytestmark = pytest.mark.gpu
 REPLAYED_BUT_FOR = {
     "prompts without a full graph",
     "prompts of a model with states",
-    "prompts of a multimodal model",
+    "prompts of a model audited for decodes only",
     "no tokens",
     "more requests than full graphs of decodes take",
 }

@@ -54,7 +54,7 @@ from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHED
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import (
-    FIELD_OF_MIXED_STEPS,
+    FIELDS_OF_MIXED_STEPS,
     FIELDS_OF_OTHER_STEPS,
     NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
@@ -267,11 +267,12 @@ def test_a_step_with_anything_else_is_vllms(name: str) -> None:
     assert why_step_is_not_replayed(output) is not None
 
 
-def test_prompts_are_recognized_by_new_requests() -> None:
+@pytest.mark.parametrize("name", FIELDS_OF_MIXED_STEPS)
+def test_prompts_are_recognized_by_what_comes_with_them(name: str) -> None:
     output = make_output(["a"], [5])
     output.kv_cache_block_copies, output.new_block_ids_to_zero = [object()], [7]  # type: ignore[list-item]
     assert not has_prompts(output)
-    setattr(output, FIELD_OF_MIXED_STEPS, [1])
+    setattr(output, name, [1])
     assert has_prompts(output) and why_step_is_not_replayed(output) is None
 
 
@@ -293,12 +294,12 @@ def test_what_comes_of_pictures_is_done_in_replayed_steps(runner: Runner) -> Non
     assert run(steps, requests.step()) == requests.expect() and len(updates) == 2
 
 
-def test_prompts_of_multimodal_models_are_vllms() -> None:
+def test_prompts_of_models_that_clear_features_are_vllms() -> None:
     runner = SamplingRunner()
-    runner.see_pictures()
+    runner.see_pictures("Qwen3VLForConditionalGeneration")
     steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
-    counts = [STEPS.vllm.get("prompts of a multimodal model", 0)]
+    counts = [STEPS.vllm.get("prompts of a model audited for decodes only", 0)]
     request_id = requests.arrive(5, 2)
     assert not steps.launch(requests.mixed_step({request_id: 2}))
     # The last token of a prompt looks like a decode, and may be a picture's.
@@ -306,7 +307,7 @@ def test_prompts_of_multimodal_models_are_vllms() -> None:
     requests.computed[request_id] = 4
     output = requests.mixed_step({request_id: 1})
     assert not has_prompts(output) and not steps.launch(output)
-    assert STEPS.vllm["prompts of a multimodal model"] == counts[0] + 2
+    assert STEPS.vllm["prompts of a model audited for decodes only"] == counts[0] + 2
 
 
 def test_what_a_request_wants_decides(runner: Runner) -> None:
@@ -391,16 +392,19 @@ class SamplingRunner(Runner):
         self.draws.parameters["num_logprobs"][slot] = num_logprobs
 
 
+@pytest.mark.parametrize("sees_pictures", [False, True], ids=["text", "multimodal"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_prompts_are_computed_beside_decodes(
-    groups: tuple[tuple[int, int | None, int], ...], seed: int
+    groups: tuple[tuple[int, int | None, int], ...], seed: int, sees_pictures: bool
 ) -> None:
-    """In chunks, after hits, in steps of their own and beside others; one may be in no graph."""
+    """In chunks, after hits, in steps of their own and beside others; chunks and hits may end inside pictures."""
     runner, choose = SamplingRunner(groups), random.Random(seed)
+    if sees_pictures:
+        runner.see_pictures()
     steps, requests, states = StepGraphs(runner), Requests(runner), runner.req_states
     counted = dict(STEPS.vllm)
-    num_mixed = num_decodes_only = num_last_tokens = 0
+    num_mixed = num_decodes_only = num_last_tokens = num_encoded = num_freed = 0
     for _ in range(250):
         for request_id in list(requests.tokens):
             is_long = len(requests.tokens[request_id]) >= MAX_LEN - 1
@@ -409,7 +413,13 @@ def test_prompts_are_computed_beside_decodes(
                 requests.computed.pop(request_id, None)
         if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
             num_tokens = choose.choice([1, 2, 7, 19, 40])
-            requests.arrive(num_tokens, choose.randrange(num_tokens))
+            # The same picture in many prompts; one may be first, and one last.
+            pictures = [
+                (4 * min(5, num_tokens - first) + choose.randrange(4), first, min(5, num_tokens - first))
+                for first in range(choose.randrange(4), num_tokens, 8)
+                if sees_pictures and choose.random() < 0.6
+            ]
+            requests.arrive(num_tokens, choose.randrange(num_tokens), *pictures)
         counts, room = {}, 48 - len(requests.tokens)
         for request_id, computed in requests.computed.items():
             most = min(len(requests.tokens[request_id]) - computed, room)
@@ -419,6 +429,12 @@ def test_prompts_are_computed_beside_decodes(
         if not output.total_num_scheduled_tokens:
             requests.finished = output.finished_req_ids
             continue
+        if sees_pictures and choose.random() < 0.1 and not output.scheduled_encoder_inputs:
+            idle = {*runner.encoder_cache.encoder_outputs} - {
+                picture.identifier for each in counts for picture in requests.pictures[each]
+            }
+            output.free_encoder_mm_hashes, num_freed = sorted(idle), num_freed + len(idle)
+        num_encoded += len(output.scheduled_encoder_inputs)
         num_mixed += has_prompts(output)
         num_last_tokens += not has_prompts(output) and bool(counts)
         num_decodes_only += not counts
@@ -437,6 +453,7 @@ def test_prompts_are_computed_beside_decodes(
             assert int(states.num_computed_tokens.gpu[slot]) == computed
             assert is_prompt or int(states.last_sampled_tokens[slot]) == tokens[-1]
     assert num_mixed > 50 and num_decodes_only > 30 and num_last_tokens > 3
+    assert not sees_pictures or min(num_encoded, num_freed) > 5
     assert counted == STEPS.vllm
 
 
@@ -1616,7 +1633,9 @@ def test_positions_in_all_dimensions_are_vllms(num_requests: int, num_rows: int,
         num_dims=num_dims, prefill_delta=theirs.prefill_delta, positions=theirs.positions.clone()
     )
     state = SimpleNamespace(rope_state=ours, supports_mm_inputs=False)
-    inputs = ModelInputs(SimpleNamespace(model=None, model_state=state, device=torch.device("cpu")), num_rows)
+    runner = Runner()
+    runner.model_state, runner.model_config = state, SimpleNamespace(architecture="Nobodys")
+    inputs = ModelInputs(runner, num_rows)
     inputs.take_over(case.slots[:num_requests].numpy(), num_rows)
     # vLLM's go on to the other buffer, with new requests.
     before = theirs.prefill_delta.gpu

@@ -98,6 +98,10 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         cp_rank=0,
         cp_size=1,
         cp_interleave=1,
+        # From vLLM 0.33 on.
+        has_sliding_window_groups=False,
+        sliding_window_reach=torch.zeros(len(groups), dtype=torch.int32),
+        _num_dirty_rows=0,
     )
     tables_of.BlockTables.gather_block_tables(tables, slots, num_rows)
     tables_of.BlockTables.compute_slot_mappings(tables, slots, starts, inputs.positions, num_tokens)

@@ -17,6 +17,7 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.utils import convert_mapping
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -24,7 +25,9 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from tests.support.decode_steps import NUM_SLOTS
@@ -212,7 +215,7 @@ class Runner:
         self.req_states = SimpleNamespace(
             req_id_to_index={},
             free=list(range(MAX_REQS)),
-            prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32)),
+            prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32), gpu=torch.zeros(MAX_REQS, **ints)),
             num_computed_tokens=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
             total_len=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
             all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, MAX_LEN, **ints)),
@@ -265,43 +268,63 @@ class Runner:
         self.adapters.num_mappings += 1
         LoRAModelRunnerMixin._set_active_loras(self, *inputs)  # type: ignore[arg-type]
 
-    def see_pictures(self) -> None:
+    def see_pictures(self, architecture: str = "Qwen2_5_VLForConditionalGeneration") -> None:
         """Have a multimodal model: layers read embeddings and M-RoPE positions in place of ids and positions."""
-        embeds = torch.zeros(MAX_LEN, 1, dtype=torch.float64)
-        state = self.model_state
-        state.rope_state, state.supports_mm_inputs = rope_state(3), True
-        state.encoder_runner = SimpleNamespace(inputs_embeds=embeds)
+        self.model_config = SimpleNamespace(architecture=architecture)
+        self.model.embed_input_ids = embed_input_ids
         self.encoder_cache = EncoderCache()
-        self.model.embed_input_ids = lambda ids: (2.0 * ids + 1)[:, None]
+        # vLLM's own but for its kernels.
+        columns = self.model_state._mamba_state_idx_gpu
+        state = self.model_state = object.__new__(DefaultModelState)
+        state._mamba_state_idx_gpu = columns
+        state.supports_mm_inputs, state.mm_pruner, state.prompt_embeds_state = True, None, None
+        state.encoder_cache = self.encoder_cache
+        of_embeds = {"hidden_size": 1, "dtype": torch.float64, "device": self.device}
+        state.encoder_runner = EncoderRunner(
+            self.model, MAX_LEN, encoder_cache=self.encoder_cache, **of_embeds
+        )
+        state.rope_state = rope_state(3)
+        state.rope_state.prepare_positions = self._prepare_positions
+        state.execute_mm_encoder = self._encode
+
+    def _encode(self, scheduled: dict[str, list[int]]) -> None:
+        for request_id, indices in scheduled.items():
+            for feature in (self.encoder_cache.mm_features[request_id][index] for index in indices):
+                assert feature.identifier not in self.encoder_cache.encoder_outputs
+                self.encoder_cache.encoder_outputs[feature.identifier] = features_of(feature)
+
+    def _prepare_positions(self, slots: torch.Tensor, starts: torch.Tensor, lens: Any, computed: Any) -> None:
+        rope = self.model_state.rope_state
+        for row, slot in enumerate(slots.tolist()):
+            first, tokens = int(computed[slot]), slice(*starts[row : row + 2].tolist())
+            positions = torch.arange(first, first + tokens.stop - tokens.start)
+            if first < lens[slot]:
+                of_slot = rope.prefill_positions.gpu.view(-1, 3, MAX_LEN)[slot]
+                rope.positions[:, tokens] = of_slot[:, positions].long()
+            else:
+                rope.positions[:, tokens] = positions + rope.prefill_delta.gpu[slot]
 
     def read_tokens(self, num_tokens: int) -> torch.Tensor:
         """Return of each token what its id, or embedding, and its positions make."""
         rope, inputs = self.model_state.rope_state, self.input_buffers
         if rope is None:
             return inputs.input_ids[:num_tokens] + 3 * inputs.positions[:num_tokens]
-        weights = torch.tensor([3, 13, 17])
         embeds = self.model_state.encoder_runner.inputs_embeds[:num_tokens, 0].long()
-        return embeds + (weights[:, None] * rope.positions[:, :num_tokens]).sum(0)
+        return embeds + (POSITION_WEIGHTS[:, None] * rope.positions[:, :num_tokens]).sum(0)
 
-    def expect_token(self, token: int, position: int, delta: int) -> int:
-        """Return what ``read_tokens`` must of a token behind its request's prompt."""
-        if self.model_state.rope_state is None:
-            return token + 3 * position
-        return 2 * token + 1 + (3 + 13 + 17) * (position + delta)
-
-    def set_delta(self, slot: int, num_prompt_tokens: int) -> int:
-        """Return by how much positions behind a prompt are less than tokens; of a prompt with pictures they are."""
+    def set_delta(self, slot: int, num_prompt_tokens: int) -> None:
+        """Say where the tokens of a prompt and those behind it are; of a prompt with pictures they are less far."""
         if (rope := self.model_state.rope_state) is None:
-            return 0
-        rope.prefill_delta.np[slot] = -(num_prompt_tokens % 5)
+            return
+        rope.prefill_delta.np[slot] = delta_of(num_prompt_tokens)
+        rope.prefill_positions.gpu.view(-1, 3, MAX_LEN)[slot] = positions_in_prompt(torch.arange(MAX_LEN))
         rope.apply_staged_writes()
-        return int(rope.prefill_delta.np[slot])
 
     def add(self, request_id: str, prompt: list[int], last: int) -> None:
         """Put a request in whose prompt has been computed, and whose first token is ``last``."""
         states, slot = self.req_states, self.req_states.free.pop()
         states.req_id_to_index[request_id] = slot
-        states.prefill_len.np[slot] = len(prompt)
+        states.prefill_len.np[slot] = states.prefill_len.gpu[slot] = len(prompt)
         states.num_computed_tokens.gpu[slot] = len(prompt)
         states.total_len.gpu[slot] = len(prompt) + 1
         states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
@@ -340,6 +363,8 @@ class Runner:
             self.req_states.free.append(slot)
             if self.lora_config is not None:
                 self.lora_state.remove_request(request_id)
+            if self.encoder_cache is not None:
+                self.encoder_cache.remove_request(request_id)
 
     def free_states(self, output: SchedulerOutput) -> None:
         for name in output.free_encoder_mm_hashes:
@@ -353,7 +378,11 @@ class Runner:
             states.req_id_to_index[new.req_id] = slot
             assert new.prefill_token_ids is not None
             num_tokens = len(new.prefill_token_ids)
+            self.set_delta(slot, num_tokens)
+            if self.encoder_cache is not None:
+                self.encoder_cache.add_request(new.req_id, new.mm_features)
             states.prefill_len.np[slot] = states.total_len.gpu[slot] = num_tokens
+            states.prefill_len.gpu[slot] = num_tokens
             states.num_computed_tokens.gpu[slot] = new.num_computed_tokens
             states.all_token_ids.gpu[slot, :num_tokens] = torch.tensor(new.prefill_token_ids)
             self.sampler.penalties_state.output_bin_counts[slot] = 0
@@ -397,8 +426,7 @@ class Runner:
         inputs.positions[:rows] = computed
         if (rope := self.model_state.rope_state) is not None:
             rope.positions[:, :rows] = computed + rope.prefill_delta.gpu[slots]
-            embeds = self.model.embed_input_ids(inputs.input_ids[:rows])
-            self.model_state.encoder_runner.inputs_embeds[:rows] = embeds
+            self.model_state.encoder_runner.get_inputs_embeds(inputs.input_ids[:rows], [], torch.zeros(rows))
         for index, (block_size, window, _) in enumerate(self.groups):
             if window is not None and window < 0:
                 self._prepare_states(index, slots, desc.num_tokens)
@@ -448,6 +476,36 @@ class Runner:
             tables.input_block_tables[index][row, :count] = table[:count]
             block, offset = int(table[num_computed // block_size]), num_computed % block_size
             tables.slot_mappings[index, row] = block * block_size + offset
+
+
+POSITION_WEIGHTS = torch.tensor([3, 13, 17])
+
+
+def delta_of(num_prompt_tokens: int) -> int:
+    """Return by how much positions behind a prompt are more than numbers of tokens: never."""
+    return -(num_prompt_tokens % 5)
+
+
+def positions_in_prompt(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the positions of a prompt's tokens in three dimensions."""
+    return tokens * torch.tensor([[2], [3], [4]]) // 4
+
+
+def features_of(picture: MultiModalFeatureSpec) -> torch.Tensor:
+    """Return what an encoder makes of a picture, as no token's embedding is."""
+    first = 1000 * (1 + int(picture.identifier))
+    return torch.arange(first, first + picture.mm_position.length, dtype=torch.float64)[:, None]
+
+
+def embed_input_ids(
+    ids: torch.Tensor, multimodal_embeddings: Any = (), *, is_multimodal: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return embeddings of one element."""
+    embeds = 2 * ids.double()[:, None] + 1
+    if len(multimodal_embeddings):
+        assert is_multimodal is not None and len(is_multimodal) == len(ids)
+        embeds[is_multimodal] = torch.cat(list(multimodal_embeddings))
+    return embeds
 
 
 def rope_state(num_dims: int) -> RopeState:
@@ -535,7 +593,8 @@ class Requests:
         self.blocks: dict[str, tuple[list[int], ...]] = {}
         self.finished: set[str] = set()
         self.count = 0
-        self.deltas: dict[str, int] = {}
+        self.num_prompt_tokens: dict[str, int] = {}
+        self.pictures: dict[str, list[MultiModalFeatureSpec]] = {}
         self.computed: dict[str, int] = {}
         """Of requests whose prompt is not over; they are in ``tokens``, too."""
         self.adapter_of: dict[str, LoRARequest] = {}
@@ -555,17 +614,27 @@ class Requests:
         self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
         self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
         slot = self.runner.req_states.req_id_to_index[request_id]
-        self.deltas[request_id] = self.runner.set_delta(slot, num_prompt_tokens)
+        self.runner.set_delta(slot, num_prompt_tokens)
+        self.num_prompt_tokens[request_id] = num_prompt_tokens
         self.blocks[request_id] = self.runner.new_blocks(slot, num_prompt_tokens)
 
     def end(self, request_id: str) -> None:
         del self.tokens[request_id]
         self.finished.add(request_id)
 
-    def arrive(self, num_prompt_tokens: int, num_cached: int) -> str:
-        """Let a request come whose prompt the next steps compute, after ``num_cached`` of its tokens."""
+    def arrive(self, num_prompt_tokens: int, num_cached: int, *pictures: tuple[int, int, int]) -> str:
+        """Let a request come whose prompt the next steps compute, after ``num_cached`` of its tokens.
+
+        Args:
+            pictures: name, first token and number of tokens of each.
+        """
         request_id = f"request {self.count}"
         self.count += 1
+        self.num_prompt_tokens[request_id] = num_prompt_tokens
+        self.pictures[request_id] = [
+            MultiModalFeatureSpec(None, "image", str(name), PlaceholderRange(first, length))
+            for name, first, length in pictures
+        ]
         self.tokens[request_id] = [
             (5 * self.count + index) % VOCAB_SIZE for index in range(num_prompt_tokens)
         ]
@@ -583,6 +652,7 @@ class Requests:
         for request_id, count in prompts.items():
             output.num_scheduled_tokens[request_id] = count
             output.total_num_scheduled_tokens += count
+            self._schedule_pictures(output, request_id, self.computed[request_id], count)
             if request_id in known:
                 cached.req_ids.append(request_id)
                 cached.new_block_ids.append(None)
@@ -594,11 +664,23 @@ class Requests:
                 prefill_token_ids=list(self.tokens[request_id]),
                 num_computed_tokens=self.computed[request_id],
                 block_ids=self.blocks[request_id],
+                mm_features=self.pictures[request_id],
                 sampling_params=SamplingParams(temperature=0.0),
                 lora_request=self.adapter_of.get(request_id),
             )
             output.scheduled_new_reqs.append(new)  # type: ignore[arg-type]
         return output
+
+    def _schedule_pictures(self, output: SchedulerOutput, request_id: str, start: int, count: int) -> None:
+        """Let pictures be encoded that are not, and of which a step computes tokens."""
+        scheduled = output.scheduled_encoder_inputs
+        known = {*self.runner.encoder_cache.encoder_outputs} if self.runner.encoder_cache else set()
+        known |= {self.pictures[each][index].identifier for each in scheduled for index in scheduled[each]}
+        for index, picture in enumerate(self.pictures[request_id]):
+            first, length = picture.mm_position.offset, picture.mm_position.length
+            if first < start + count and start < first + length and picture.identifier not in known:
+                scheduled.setdefault(request_id, []).append(index)
+                known.add(picture.identifier)
 
     def expect_mixed(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """Return the next token of each request of a step, none of those whose prompt goes on; append it."""
@@ -640,10 +722,24 @@ class Requests:
         """Return the next token of each, and append it."""
         return [self._next(request_id) for request_id in self.tokens]
 
+    def _read(self, request_id: str, token: int, position: int) -> int:
+        """Return what ``Runner.read_tokens`` must of a token."""
+        if self.runner.model_state.rope_state is None:
+            return token + 3 * position
+        embed, num_prompt_tokens = 2 * token + 1, self.num_prompt_tokens[request_id]
+        for picture in self.pictures.get(request_id, ()):
+            place = position - picture.mm_position.offset
+            if 0 <= place < picture.mm_position.length:
+                embed = int(features_of(picture)[place])
+        positions = torch.full((3, 1), position + delta_of(num_prompt_tokens))
+        if position < num_prompt_tokens:
+            positions = positions_in_prompt(torch.tensor([position]))
+        return embed + int((POSITION_WEIGHTS * positions[:, 0]).sum())
+
     def _next(self, request_id: str) -> int:
         tokens = self.tokens[request_id]
         position = len(tokens) - 1
-        hidden = self.runner.expect_token(tokens[-1], position, self.deltas.get(request_id, 0))
+        hidden = self._read(request_id, tokens[-1], position)
         for index, (size, window, num_builders) in enumerate(self.runner.groups):
             blocks = self.blocks[request_id][index]
             if window is not None and window < 0:
