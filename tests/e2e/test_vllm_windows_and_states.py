@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from rose_backend.vllm_plugin.kv_cache.checkpoints import MIN_TOKENS_WORTH_A_CHECKPOINT
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
+from rose_backend.vllm_plugin.step_graph import has_prompts, why_step_is_not_replayed
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import mixed_prompts
 from tests.support.random_checkpoints import (
@@ -300,6 +301,28 @@ def test_through_few_blocks_in_chunks(
         for _ in range(2):
             assert case.differences(everyone, engine.generate(case.prompts, case.params)) == []
         case.check_counters(engine)
+
+
+@states
+def test_new_blocks_and_checkpoints_come_with_decodes_that_can_be_replayed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    with make_engine(model=case.model, **case.options) as llm:
+        scheduler, decodes = scheduler_of(llm), []
+        schedule = scheduler.schedule
+
+        def noting(*args: Any) -> Any:
+            output = schedule(*args)
+            if output.total_num_scheduled_tokens and not has_prompts(output):
+                decodes.append(output)
+            return output
+
+        monkeypatch.setattr(scheduler, "schedule", noting)
+        everyone = range(len(case.prompts))
+        assert case.differences(everyone, generate(llm, case.prompts, case.params)) == []
+    assert {why_step_is_not_replayed(output) for output in decodes} == {None}
+    assert any(output.kv_cache_block_copies for output in decodes)
+    assert any(output.new_block_ids_to_zero for output in decodes)
 
 
 @pytest.mark.parametrize("case", ["Granite 4 H"], indirect=True)

@@ -77,6 +77,7 @@ def shapes() -> dict[str, Shape]:
         checkpoint.GEMMA3_4B: checkpoint.gemma3_config(),
         checkpoint.GPT_OSS_20B: checkpoint.gpt_oss_config(),
         checkpoint.QWEN3_30B: checkpoint.qwen3_moe_config(),
+        checkpoint.QWEN35_4B: checkpoint.qwen3_5_config(),
         checkpoint.QWEN3_VL_4B: checkpoint.qwen3_vl_config().get_text_config(),
     }
     found = {checkpoint.GPT2_124M: Shape(768, 12, 12, 64, torch.float16, 3072, is_gated=False)}
