@@ -2,6 +2,9 @@
 
     python -m benchmarks.vllm_request_kinds [--shape qwen3-0.6b] [--batches 1 32 256] [--starts 3] [--quick]
 
+With --adapters, requests have so many LoRA adapters in turns, of --adapter-rank and with random weights, that adapt all
+products of the layers (Llama's and Qwen's shapes).
+
 Each start of each backend is a process of its own; backends take turns. It decodes batches in which all requests, or
 one of them, ask for something, and times the engine's steps: scheduling, the model, sampling and what becomes of the
 tokens, without the front end. A ratio is to the plain step of the same start.
@@ -22,8 +25,8 @@ from typing import Any
 
 from benchmarks.reports.engines import PLAIN, request_kinds_table
 from benchmarks.reports.text import publish
-from benchmarks.support.checkpoint import checkpoint, model_facts
-from benchmarks.support.cli import at_least, new_parser
+from benchmarks.support.checkpoint import checkpoint, model_facts, write_adapters
+from benchmarks.support.cli import DEFAULT, at_least, new_parser
 from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
 from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
@@ -79,8 +82,21 @@ def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the steps of one start of one backend."""
     rows = []
-    with checkpoint(options.model, options.shape, small=options.quick) as model:
+    with (
+        checkpoint(options.model, options.shape, small=options.quick) as model,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        adapters = []
+        if options.adapters:
+            adapters = write_adapters(model, Path(folder), options.adapters, options.adapter_rank)
+            lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": options.adapter_rank}
+            # What is given goes over it.
+            options.engine_options.insert(0, (options.backend, json.dumps(lora)))
         engine = Engine(options, model, model_facts(model))
+        if adapters:
+            from vllm.lora.request import LoRARequest
+
+            engine.adapters = [LoRARequest(path, number + 1, path) for number, path in enumerate(adapters)]
         for batch in options.batches:
             plain = sampling_of(PLAIN)
             scenes = {kind: [sampling_of(kind)] for kind in options.kinds}
@@ -110,6 +126,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=number, help="that are timed of each scene (default: 96)")
     parser.add_argument("--starts", type=number, help="of each backend (default: 3)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument(
+        "--adapters", type=at_least(0), default=0, help=f"that requests have in turns {DEFAULT}"
+    )
+    parser.add_argument("--adapter-rank", type=int, choices=[8, 16, 32, 64], default=16, help=DEFAULT)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one start, in a process of its own
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
@@ -158,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": {
             "model": options.model_name,
             **chosen(options, "dtype", "max_num_seqs", "steps", "starts", "backends", "quick"),
+            **(chosen(options, "adapters", "adapter_rank") if options.adapters else {}),
         },
         "rows": rows,
     }

@@ -51,6 +51,8 @@ class Engine:
         self._params, self.llm = SamplingParams, LLM(**vllm_options(wanted))
         self._output_kind = RequestOutputKind.FINAL_ONLY
         self.engine, self._vocab_size, self._seed = self.llm.llm_engine, facts.vocab_size, 0
+        self.adapters: list[Any] = []
+        """vLLM's ``LoRARequest``s, which requests have in turns."""
 
     def add(
         self, num_requests: int, prompt_tokens: int, max_tokens: int, *sampling: Mapping[str, Any]
@@ -66,7 +68,10 @@ class Engine:
                 output_kind=self._output_kind,
                 **sampling[index % len(sampling)],
             )
-            self.engine.add_request(f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params)
+            adapter = self.adapters[index % len(self.adapters)] if self.adapters else None
+            self.engine.add_request(
+                f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params, lora_request=adapter
+            )
         return [f"{self._seed}-{index}" for index in range(num_requests)]
 
     def run(self, num_steps: int | None = None) -> int:

@@ -449,6 +449,42 @@ class ModelFacts:
     """Keys and values of one token, over all layers, as if those with a state had some, too: room for states."""
 
 
+def write_adapters(model: str, folder: Path, num_adapters: int, rank: int) -> list[str]:
+    """Write random LoRA adapters of all products of a Llama's or Qwen's layers; return the folder of each."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+    products = {
+        "self_attn.q_proj": (width, heads),
+        **{f"self_attn.{name}_proj": (width, kv_heads) for name in ("k", "v")},
+        "self_attn.o_proj": (heads, width),
+        **{f"mlp.{name}_proj": (width, inner) for name in ("gate", "up")},
+        "mlp.down_proj": (inner, width),
+    }
+    modules = [name.rpartition(".")[2] for name in products]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    random, folders = torch.Generator().manual_seed(0), []
+    for number in range(num_adapters):
+        adapter = folder / f"adapter-{number}"
+        adapter.mkdir()
+        tensors = {}
+        for layer, (name, (fan_in, fan_out)) in itertools.product(
+            range(config.num_hidden_layers), products.items()
+        ):
+            for part, shape in (("A", (rank, fan_in)), ("B", (fan_out, rank))):
+                tensor = 0.02 * torch.randn(shape, generator=random)
+                tensors[f"base_model.model.model.layers.{layer}.{name}.lora_{part}.weight"] = tensor.half()
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        (adapter / "adapter_config.json").write_text(json.dumps(settings))
+        folders.append(str(adapter))
+    return folders
+
+
 def model_facts(model: str) -> ModelFacts:
     """Read a checkpoint's configuration."""
     from transformers import AutoConfig

@@ -114,6 +114,7 @@ def test_quick_comparison_of_request_kinds(tmp_path: Path) -> None:
     path = tmp_path / "kinds.json"
     kinds = ["5 log-probabilities", "JSON schema"]
     arguments = ["--quick", "--shape", "qwen3-0.6b", "--batches", "2", "--kinds", *kinds, "--json", str(path)]
+    arguments += ["--adapters", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.vllm_request_kinds", *arguments],
         cwd=ROOT,
