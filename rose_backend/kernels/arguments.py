@@ -136,14 +136,16 @@ def check_float8_capability(capability: tuple[int, int]) -> None:
 
 
 def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
-    """Require one float32 logit per query head of ``query`` [..., HQ, D], on its device.
+    """Require one logit per query head of ``query`` [..., HQ, D], on its device.
 
     Raises:
         ShapeError: another shape, dtype or device.
     """
     if sinks is None:
         return
-    check_tensors(query=(query, "T HQ D"), sinks=(sinks, "HQ", torch.float32))
+    check_tensors(query=(query, "T HQ D"), sinks=(sinks, "HQ"))
+    if not sinks.is_floating_point():
+        raise ShapeError(f"sinks: expected a floating-point dtype, got {sinks.dtype}")
     if sinks.device != query.device:
         raise ShapeError(f"sinks: expected device {query.device} as query, got {sinks.device}")
 
@@ -372,7 +374,7 @@ class AttentionOptions:
     logits_soft_cap: float | None = None
     """Scaled products become ``cap * tanh(product / cap)``."""
     sinks: torch.Tensor | None = None
-    """[HQ] float32: per-head logit, neither scaled nor capped, that takes part in the softmax and has no value."""
+    """[HQ], floats: per-head logit, neither scaled nor capped, that takes part in the softmax and has no value."""
     key_scale: torch.Tensor | None = None
     """One float32, only with float8 caches; None is 1. A cached number times this is the key. What is stored is divided
     by it, limited to +-448 and rounded to the nearest, ties to even; new tokens are attended as they are stored."""

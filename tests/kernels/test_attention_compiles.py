@@ -128,7 +128,7 @@ def compile_decode(
     options = AttentionOptions(1.0)
     if cache_dtype is not None:
         scales = {"key_scale": torch.empty(1), "value_scale": torch.empty(1)}
-        options = AttentionOptions(1.0, sinks=torch.empty(num_query_heads), **scales)
+        options = AttentionOptions(1.0, sinks=torch.empty(num_query_heads, dtype=torch.bfloat16), **scales)
     tuning = paged_decode.decode_tuning(
         head_size,
         dtype,

@@ -59,7 +59,7 @@ def attention(
             per_head = torch.linspace(-1, 1, inputs.query.shape[1]).to(device)
             options = replace(
                 options,
-                sinks=per_head,
+                sinks=per_head.to(inputs.query.dtype),
                 alibi_slopes=per_head.abs() / 8,
                 sliding_window=133,
                 logits_soft_cap=2.0,

@@ -122,7 +122,7 @@ def resolve_options(options: dict[str, Any], shape: Shape, device: str) -> dict[
         options["alibi_slopes"] = torch.linspace(0.5, 0.01, num_heads, device=device)
     if options.pop("sinks", False):
         # Some outweigh all tokens, and the last one weighs nothing.
-        options["sinks"] = torch.linspace(-1.0, 6.0, num_heads, device=device)
+        options["sinks"] = torch.linspace(-1.0, 6.0, num_heads, device=device, dtype=torch.bfloat16)
         options["sinks"][-1] = float("-inf")
     return options
 

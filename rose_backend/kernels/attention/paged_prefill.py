@@ -474,7 +474,7 @@ def _start_state(sinks_ptr, head, SIZES: tl.constexpr, TILES: tl.constexpr):
     top = tl.full([TILES.QUERY_TILE], NO_LOGIT, tl.float32)
     total = tl.full([TILES.QUERY_TILE], 0.0, tl.float32)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head) * LOG2_E
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)
     return top, total, tl.full([TILES.QUERY_TILE, SIZES.HEAD_TILE], 0.0, tl.float32)

@@ -148,7 +148,6 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.has_float8_cache = kv_cache_dtype in options.FLOAT8_DTYPES
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._sinks: torch.Tensor | None = None
         self.after_loading: Callable[[], None] | None = None
         """Of the model: called when all weights are loaded, and again when some or all have been reloaded."""
         vllm_config = get_current_vllm_config()
@@ -177,16 +176,9 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         begin_to_compile(vllm_config, self, kind)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold.
-
-        vLLM calls this after loading all other modules, the first time and in each reload.
-        """
+        """Tell the model. vLLM calls this after loading all other modules, the first time and in each reload."""
         if self.after_loading is not None:
             self.after_loading()
-        if self.sinks is not None:
-            if self._sinks is None:
-                self._sinks = self.sinks.detach().float()
-            self._sinks.copy_(self.sinks)
 
     def forward(
         self,
@@ -270,7 +262,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             self.sliding_window,
             self.alibi_slopes,
             self.logits_soft_cap,
-            self.sinks if self._sinks is None else self._sinks,
+            None if self.sinks is None else self.sinks.detach(),
             layer._k_scale if self.has_float8_cache else None,
             layer._v_scale if self.has_float8_cache else None,
         )

@@ -133,7 +133,7 @@ class RecordedAttention:
     def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
         self._vllm_config, self._layer = vllm_config, copy.copy(layer)
         if layer.sinks is not None:
-            self._layer._sinks = torch.empty(layer.sinks.shape, dtype=torch.float32, device=_META)
+            self._layer.sinks = torch.empty(layer.sinks.shape, dtype=layer.sinks.dtype, device=_META)
         dtype = torch.uint8 if layer.has_float8_cache else vllm_config.model_config.dtype
         shape = (_NUM_BLOCKS, layer.num_kv_heads, vllm_config.cache_config.block_size, 2 * layer.head_size)
         self._cache = torch.empty(shape, dtype=dtype, device=_META)
