@@ -26,11 +26,13 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     CheckpointWeightPatch,
     load_checkpoint_weight_patches,
 )
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
@@ -530,6 +532,31 @@ def test_any_weight_may_be_loaded_alone_and_wrong_ones_change_nothing(
         mixed = copytree(old, tmp_path / "mixed")
         save_file(weights, mixed / "model.safetensors", {"format": "pt"})
         assert_right(mixed, few, complete(llm, few))
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_rank_loads_its_rows_of_a_gate(num_ranks: int, is_fused: bool) -> None:
+    gate, up = torch.randn(2, 8, 3)
+    size = 8 // num_ranks
+    for rank in range(num_ranks):
+        # As vLLM loads them the first time.
+        halves: Any = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
+        torch.nn.Module.__init__(halves)
+        halves.tp_rank, halves.tp_size, halves.output_sizes = rank, num_ranks, [8, 8]
+        param = BasevLLMParameter.__new__(ModelWeightParameter, torch.empty(2 * size, 3))
+        param._output_dim, param.tp_rank, param.tp_size = 0, rank, num_ranks
+        halves.quant_method = SimpleNamespace(packed_address=None)
+        weights = [(torch.cat([gate, up]), None)] if is_fused else [(gate, 0), (up, 1)]
+        for weight, part in weights:
+            decoder._load_gate_up(halves, param, weight, part)
+        wanted = param.data.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).clone()
+        assert not torch.isnan(wanted).any()
+        halves.quant_method.packed_address = param.data_ptr()
+        param.data.fill_(torch.nan)
+        for weight, part in weights:
+            decoder._load_gate_up(halves, param, weight, part)
+        assert torch.equal(param.data, wanted)
 
 
 def test_a_tied_head_follows_its_embedding(

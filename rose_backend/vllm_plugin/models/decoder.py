@@ -188,7 +188,7 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 def _load_gate_up(
     module: Any,
     param: torch.Tensor,  # [2 * I, E] or [2 * I]
-    loaded_weight: torch.Tensor,  # of one part, or of both side by side
+    loaded_weight: torch.Tensor,  # of one part, or of several one after the other, of all ranks
     loaded_shard_id: tuple[int, ...] | int | None = None,
 ) -> None:
     """Load into alternate rows what vLLM's ``MergedColumnParallelLinear`` loads into halves, and refuse as it does."""
@@ -198,9 +198,10 @@ def _load_gate_up(
         return
     module.validate_shard_id(loaded_shard_id)
     rows = param.data.unflatten(0, (-1, 2))
-    parts = [loaded_shard_id] if isinstance(loaded_shard_id, int) else range(2)
+    size, rank = len(rows), module.tp_rank
+    parts = (loaded_shard_id,) if isinstance(loaded_shard_id, int) else loaded_shard_id or (0, 1)
     for index, part in enumerate(parts):
-        loaded = loaded_weight.narrow(0, index * len(rows), len(rows))
+        loaded = loaded_weight.narrow(0, (index * module.tp_size + rank) * size, size)
         assert loaded.shape == rows[:, part].shape  # As vLLM's.
         rows[:, part].copy_(loaded)
 
