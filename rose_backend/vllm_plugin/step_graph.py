@@ -357,7 +357,11 @@ class ModelInputs:
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
 
     def prepare(self, inputs: StepInputs, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
-        """Let vLLM write them for a step with prompts, of so many tokens with padding, and encode its images."""
+        """Let vLLM write them for a step with prompts, and encode its images.
+
+        Args:
+            num_tokens: of the step, padding included.
+        """
         if not self._has_embeds and not self._has_rope:
             return
         state, states, num_requests = self._runner.model_state, self._runner.req_states, len(step.request_ids)
