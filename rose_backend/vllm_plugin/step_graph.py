@@ -517,8 +517,9 @@ class StepGraphs:
             # Products have a workspace on each stream.
             torch.cuda.stream(stream),
             # Ends have the head's product with adapters; its kernels skip rows without one, and all where no row has.
+            # They write each row that has one, whatever the size of the end: so no more than the smallest end has.
             runner.maybe_dummy_run_with_lora(
-                runner.lora_config, np.ones(len(self._slots), np.int32), None, num_active_loras=1
+                runner.lora_config, np.ones(1, np.int32), None, num_active_loras=1
             ),
             cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
