@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,22 @@ def run_start(module: str, arguments: Sequence[str], backend: str) -> list[dict[
         return rows
 
 
+def is_one_start(
+    options: argparse.Namespace, measure: Callable[[argparse.Namespace], list[dict[str, Any]]]
+) -> bool:
+    """Whether this process is a start of one backend; if so, measure, and write the rows for ``run_start``."""
+    if options.rows is None:
+        return False
+    (options.backend,) = options.backends
+    options.rows.write_text(json.dumps(measure(options)))
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_options(arguments)
-    if options.rows is not None:
-        (options.backend,) = options.backends
-        options.rows.write_text(json.dumps(measure(options)))
+    if is_one_start(options, measure):
         return 0
     rows = []
     for start in range(options.starts):
