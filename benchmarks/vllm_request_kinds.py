@@ -63,6 +63,7 @@ def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int
     """Return the median time of a decode step of ``batch`` requests, in milliseconds."""
     core = engine.engine.engine_core.engine_core
     ids = engine.add(batch, PROMPT_TOKENS, 4096 - PROMPT_TOKENS - 1, *sampling)
+    _run_until_all_decode(core, batch)
     times = []
     with no_garbage_collection():
         for _ in range(WARM_UP_STEPS + num_steps):
@@ -70,13 +71,30 @@ def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int
             outputs, is_executed = core.step_fn()
             core.post_step(is_executed)
             times.append(time.perf_counter() - start)
-    produced = sum(len(each.outputs) for each in (outputs or {}).values())
+    produced = _num_outputs(outputs)
     if produced != batch:
         raise RuntimeError(f"the last step had {produced} requests, not {batch}: some ended before")
     engine.engine.abort_request(ids)
     while core.scheduler.has_requests() or core.batch_queue:
         core.post_step(core.step_fn()[1])
     return 1e3 * statistics.median(times[WARM_UP_STEPS:])
+
+
+def _run_until_all_decode(core: Any, batch: int) -> None:
+    """Step until one step has an output of each of ``batch`` requests: grammars are compiled in another thread."""
+    produced = 0
+    while produced != batch:
+        outputs, is_executed = core.step_fn()
+        core.post_step(is_executed)
+        produced = _num_outputs(outputs)
+        left = core.scheduler.get_num_unfinished_requests()
+        if left != batch:
+            raise RuntimeError(f"{left} requests of {batch} are left: some ended before all were decoded")
+
+
+def _num_outputs(outputs: Any) -> int:
+    """Return how many requests have an output in a step's ``outputs``."""
+    return sum(len(each.outputs) for each in (outputs or {}).values())
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
