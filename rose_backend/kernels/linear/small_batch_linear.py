@@ -193,8 +193,16 @@ def load_norm_weight(after, columns, in_columns):
 
 
 @triton.jit
-def _times_norm(hidden, norm_weight):
-    return (hidden.to(tl.float32) * norm_weight[None, :]).to(hidden.dtype)
+def _leave_to_norm(
+    result, norm_weight, after, rows, in_rows, columns, inside, tile, width, OUT_PARTS: tl.constexpr
+):
+    """Write what the norm after a product reads, if there is one; see ``NormAfter``."""
+    if OUT_PARTS > 0:
+        store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
+    if after.weight is not None:
+        scaled = (result.to(tl.float32) * norm_weight[None, :]).to(result.dtype)
+        scaled_ptrs = after.scaled + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(scaled_ptrs, scaled, mask=inside)
 
 
 @triton.jit
@@ -220,11 +228,29 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def _prefetch_to_l2(pointers):
-    # One request per 128-byte line; the asm's result only gives the operation a value to hang on.
+def _ask_ahead(weight_ptr, rows, num_rows, begin, K: tl.constexpr, PREFETCH: tl.constexpr):
+    """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight."""
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
+    known = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    # One request per line; the asm's result only gives the operation a value to hang on.
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + known[:, None] * K + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
+
+
+@triton.jit
+def _stored_rows(columns, num_columns, FORMAT: tl.constexpr):
+    """Return the rows of the weight that columns of the product have."""
+    rows = columns
+    if FORMAT.HALVES:
+        rows = columns % 2 * (num_columns // 2) + columns // 2
+    return rows
 
 
 @triton.jit
@@ -434,9 +460,7 @@ def small_batch_linear_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < num_rows
     in_columns = columns < num_columns
-    weight_rows = columns
-    if FORMAT.HALVES:
-        weight_rows = columns % 2 * (num_columns // 2) + columns // 2
+    weight_rows = _stored_rows(columns, num_columns, FORMAT)
     wide_rows = rows.to(tl.int64)
     OUT_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = num_columns // 2 if GATED else num_columns
@@ -455,10 +479,7 @@ def small_batch_linear_kernel(
     elif WHOLE:
         weight = load_tile(weight_ptr, weight_rows, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
     elif PREFETCH > 0:
-        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
-        known = tl.minimum(weight_rows, num_columns - 1).to(tl.int64)
-        _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, K, PREFETCH)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
@@ -498,11 +519,7 @@ def small_batch_linear_kernel(
             K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
         )  # fmt: skip
         result = answer.to(out_ptr.dtype.element_ty)
-        if OUT_PARTS > 0:
-            store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
-        if after.weight is not None:
-            scaled = _times_norm(result, next_weight)
-            tl.store(after.scaled + wide_rows[:, None] * width + out_columns[None, :], scaled, mask=inside)
+        _leave_to_norm(result, next_weight, after, rows, in_rows, out_columns, inside, tile, width, OUT_PARTS)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
 
@@ -608,11 +625,8 @@ def small_batch_linear(
     x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
     weight, scales, form = _stored(layer)
-    bias, column_sums = layer.bias, layer.column_sums
-    num_columns = weight.shape[0]
-    if config is None:
-        config = _choose_config(x, weight, form)
-    _check_depth(config, form)
+    bias, column_sums, num_columns = layer.bias, layer.column_sums, weight.shape[0]
+    config = _choose_config(x, weight, form) if config is None else _checked(config, form)
     shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config)
     after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
@@ -671,8 +685,8 @@ def _stored(layer: PackedLinear) -> tuple[torch.Tensor, torch.Tensor | None, Wei
     return weight.values.view(torch.uint8), weight.scales, form
 
 
-def _check_depth(config: LinearConfig, form: WeightFormat) -> None:
-    """Require that what is multiplied at once has one scale.
+def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
+    """Return ``config`` if what is multiplied at once has one scale.
 
     Raises:
         ShapeError: the depth of a tile, or of a warp's share of it, does not divide that of a block.
@@ -680,6 +694,7 @@ def _check_depth(config: LinearConfig, form: WeightFormat) -> None:
     at_once = config.block_k // config.warp_split
     if form.SCALE_ROWS > 1 and config.use_dot and SCALED_BLOCK % at_once:
         raise ShapeError(f"config: expected a depth that divides {SCALED_BLOCK} with blocks, got {at_once}")
+    return config
 
 
 def _choose_config(x: torch.Tensor, weight: torch.Tensor, form: WeightFormat) -> LinearConfig:
