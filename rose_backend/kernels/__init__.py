@@ -40,6 +40,7 @@ from __future__ import annotations
 from rose_backend.kernels.arguments import (
     AttentionOptions,
     Experts,
+    Float8Weight,
     HeadRotation,
     NewTokens,
     NormInput,
@@ -62,6 +63,7 @@ from rose_backend.kernels.attention.ops import (
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
+    float8_linear,
     pack_linear,
     pack_norm,
     small_batch_linear,
