@@ -611,6 +611,8 @@ def test_data_parallel_ranks_vote_as_replayed_steps_do() -> None:
     assert -1 not in places and places == sorted(places), places
     assert "dummy_run=True" in inspect.getsource(runner._dummy_run)
     assert inspect.getsource(dp_utils.sync_cudagraph_and_dp_padding).count("all_reduce") == 1
+    sources = Path(dp_utils.__file__).parent.rglob("*.py")
+    assert [each.name for each in sources if "get_dp_group()" in each.read_text()] == ["dp_utils.py"]
     assert "uniform_token_count" in dp_utils.DPSyncState.__dataclass_fields__
     assert "dp_sync_state" in model_runner.ExecuteModelState._fields
     # Where a graph is replayed, nothing is told how many tokens other ranks have.

@@ -1421,7 +1421,6 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
             lora_config=None,
             model_config=SimpleNamespace(is_moe=False, is_multimodal_model=False, is_hybrid=False),
         ),
-        dp_size=1,
         ec_connector=NO_OP_EC_CONNECTOR,
         model=SimpleNamespace(lm_head=object()),
         # Of a text model nobody asks whether it is audited.
@@ -1503,6 +1502,27 @@ def test_engines_with_adapters_are_replayed(path: str, value: Any, reason: str |
     config.lora_config = runner.lora_config = SimpleNamespace(specialize_active_lora=False)
     owner, name = path.split(".")
     setattr(getattr(config, owner), name, value)
+    assert why_engine_is_not_replayed(runner) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("is_moe_model", True, None),
+        ("all2all_backend", "nixl_ep", "--all2all-backend nixl_ep"),
+        ("enable_elastic_ep", True, "elastic expert parallelism"),
+    ],
+)
+def test_engines_of_data_parallel_ranks_are_replayed(name: str, value: Any, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    parallel_config = runner.vllm_config.parallel_config
+    vars(parallel_config).update(
+        data_parallel_size=2,
+        is_moe_model=True,
+        enable_elastic_ep=False,
+        all2all_backend="allgather_reducescatter",
+    )
+    setattr(parallel_config, name, value)
     assert why_engine_is_not_replayed(runner) == reason
 
 
