@@ -1,7 +1,4 @@
-"""Where Rose's manager answers otherwise than vLLM's, on purpose: one entry each, measured on both sides by a test.
-
-``python -m tests.conformance.block_manager`` prints the table.
-"""
+"""Where Rose's manager answers otherwise than vLLM's, on purpose: one entry each, measured on both sides by a scene."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conformance.block_manager.host import Host
+from rose_backend.conformance.block_manager.host import Host
 
 MakeHost = Callable[..., Host]
 PROMPT = list(range(40))
