@@ -40,7 +40,12 @@ class ForgetsWindows(CPUAttentionBackend):
 
 
 class ForgetsResets(KVCacheManager):
-    """Says that its prefix cache is empty, and goes on finding what was in it."""
+    """Says that its prefix cache is empty, and goes on finding what was in it; keeps no blocks back."""
+
+    def __init__(self, *, watermark: float = 0.0, **options: Any) -> None:
+        if watermark:
+            raise NotImplementedError("no watermark")
+        super().__init__(**options)
 
     def reset_prefix_cache(self) -> bool:
         return True

@@ -72,10 +72,10 @@ def differences(reports: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def describe(scene: dict[str, str]) -> str:
     """Return what differs in a scene; a scene that asks a question has its own answer."""
     _, test, *parameters = scene["scene"].split(": ", 2)
-    detail = scene.get("detail", "").splitlines()[0]
+    detail = scene["detail"].splitlines()[0]
     if test == "the answer is vllms":
         return f"{parameters[0]}: {detail}"
-    return detail if scene["outcome"] == DIFFERS else f"{test}: {detail}"
+    return detail if scene["outcome"] == DIFFERS else test
 
 
 def with_tables(page: str, reports: list[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.conformance.block_manager.managers import BLOCK_SIZE, MakeManager, check_books
+from rose_backend.conformance.block_manager.managers import BLOCK_SIZE, STATE, MakeManager, check_books
 from rose_backend.conformance.block_manager.pretended_model import chain, next_token, with_contents
 
 init_none_hash(sha256)
@@ -35,7 +35,7 @@ class Host:
     Args:
         make: builds the manager.
         num_blocks: of the pool, the null block included.
-        windows: of further KV cache groups. Where windows have passed, a request may have no block.
+        windows: of further KV cache groups, or ``STATE``. Where windows have passed, a request may have no block.
         max_num_seqs, max_model_len: limits; the pool must hold one sequence of ``max_model_len``.
         options: further keywords of the manager.
     """
@@ -59,6 +59,7 @@ class Host:
         self._holders: dict[str, Request] = {}
         self._states: dict[str, list[int]] = {}
         self._drafts: dict[str, Sequence[int]] = {}  # of the step
+        self._state_columns: dict[str, int] = {}  # of the tables: where a request's last step left its states
         self._planned: list[tuple[Request, int, int]] = []  # request, first and last position + 1 to compute
 
     @staticmethod
@@ -146,9 +147,13 @@ class Host:
             sources, destinations = np.array(pairs).T
             self._memory[destinations] = self._memory[sources]
         for request, start, end in self._planned:
-            for group in range(len(self._windows)):
-                content = self._content(request, group)[start:end]
-                self._memory.reshape(-1)[self._slots(request, group, start, end)] = content
+            for group, window in enumerate(self._windows):
+                content = self._content(request, group)
+                if window == STATE:
+                    self._advance_state(request, group, start, end)
+                else:
+                    self._memory.reshape(-1)[self._slots(request, group, start, end)] = content[start:end]
+            self._state_columns[request.request_id] = (end - 1) // BLOCK_SIZE
             # What the step's tokens attend to.
             self._check_slots(request, start, end)
         self.check_slots()
@@ -236,11 +241,26 @@ class Host:
     def _check_slots(self, request: Request, next_token: int, end: int) -> None:
         """Check the positions up to ``end`` that the token at ``next_token`` and those behind it attend to."""
         for group, window in enumerate(self._windows):
+            if window == STATE:
+                continue
             start = max(next_token - window + 1, 0)
             got = self._memory.reshape(-1)[self._slots(request, group, start, end)]
             wrong = np.flatnonzero(got != self._content(request, group)[start:end])
             where = f"{request.request_id}, group {group}"
             assert not len(wrong), f"{where}: position {start + wrong[0]} holds another content"
+
+    def _advance_state(self, request: Request, group: int, start: int, end: int) -> None:
+        """Read the state of ``start`` tokens where the last step left it, or a hit ends, and write that of ``end``."""
+        content, table = self._content(request, group), self.block_ids(request, group)
+        if start:
+            column = self._state_columns.get(request.request_id, (start - 1) // BLOCK_SIZE)
+            state = self._memory[table[column], 0]
+            assert state == content[start - 1], (
+                f"{request.request_id}, group {group}: not the state of {start}"
+            )
+        block = table[(end - 1) // BLOCK_SIZE]
+        assert block, f"{request.request_id}, group {group}: no block for the state of {end}"
+        self._memory[block] = content[end - 1]
 
     def check_no_leak(self) -> None:
         """Finish everybody; then no block is held and the whole pool can be handed out."""
@@ -282,6 +302,7 @@ class Host:
 
     def _forget(self, request: Request) -> None:
         self._holders.pop(request.request_id, None)
+        self._state_columns.pop(request.request_id, None)
         self._planned = [entry for entry in self._planned if entry[0] is not request]
 
 

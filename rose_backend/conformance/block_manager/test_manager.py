@@ -10,8 +10,13 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from rose_backend.conformance.block_manager.conftest import MakeHost
-from rose_backend.conformance.block_manager.differences import DIFFERENCES, Difference
-from rose_backend.conformance.block_manager.managers import BLOCK_SIZE, MANAGERS, find_manager
+from rose_backend.conformance.block_manager.differences import (
+    DIFFERENCES,
+    PROMPT,
+    Difference,
+    started_with_states,
+)
+from rose_backend.conformance.block_manager.managers import BLOCK_SIZE, MANAGERS, STATE, find_manager
 from rose_backend.conformance.block_manager.pretended_model import VOCAB_SIZE, expected_output
 
 
@@ -140,9 +145,6 @@ def test_the_watermark_counts_in_the_full_sequence_check(make_host: MakeHost) ->
     request = host.new_request("a", list(range(96)))
     assert host.run(request, num_tokens=16, full_sequence_must_fit=True) is None
     assert host.run(request, num_tokens=16) is not None
-
-
-PROMPT = list(range(40))
 
 
 def test_a_decode_takes_a_block_only_when_its_last_is_full(host: Any) -> None:
@@ -277,6 +279,34 @@ def test_drafts_beside_a_window_are_rolled_back(make_host: MakeHost) -> None:
         host.start_step()
         assert host.append(request, drafts=drafts, num_lookahead_tokens=4) is not None
         host.finish_step()
+    assert list(request.output_token_ids) == expected_output(PROMPT, request.num_output_tokens)
+
+
+def test_states_take_no_more_blocks_for_longer_texts(make_host: MakeHost) -> None:
+    host = make_host(25, windows=(STATE,))
+    request = host.started("a", PROMPT)
+    for _ in range(80):
+        host.decode(request)
+        assert 1 <= len({block for block in host.block_ids(request, 1) if block}) <= 2
+    host.free(request)
+    assert host.num_used_blocks == 0
+
+
+def test_a_hit_ends_where_there_is_a_state(make_host: MakeHost) -> None:
+    host, first = started_with_states(make_host)
+    late = host.new_request("late", [*PROMPT, *range(500, 510)])
+    assert host.hits(late) <= 40
+    host.run(late)
+    host.decode(first, late, steps=20)
+
+
+def test_a_preempted_request_resumes_with_its_states(make_host: MakeHost) -> None:
+    host = make_host(30, windows=(STATE,))
+    request = host.started("a", PROMPT)
+    host.decode(request, steps=12)
+    host.preempt(request)
+    assert host.run(request) is not None
+    host.decode(request, steps=20)
     assert list(request.output_token_ids) == expected_output(PROMPT, request.num_output_tokens)
 
 
