@@ -7,6 +7,7 @@ import torch
 
 from rose_backend.config import EngineConfig
 from rose_backend.errors import ConfigError
+from rose_backend.kernels.tuning.measured import constants
 from rose_backend.models.config import ModelConfig
 
 _GIB = 1 << 30
@@ -72,13 +73,15 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
     Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
     each: float32 raw, scaled, sorted and of captured steps, and int64 indices. Prompt masks and output counts for
-    penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. Plus 256 MiB.
+    penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With float8
+    weights, the part of one that is written in half precision, and another for prompts beside decodes. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
     num_rows = min(config.max_num_seqs, config.token_budget)
     logits = num_rows * model.vocab_size * 24
     penalties = (config.max_num_seqs + num_rows) * model.vocab_size * 5
-    return hidden + logits + penalties + _GPU_SLACK_BYTES
+    float8 = 2 * constants("float8 products")["bytes"] if model.quantization is not None else 0
+    return hidden + logits + penalties + float8 + _GPU_SLACK_BYTES
 
 
 def allocate_kv_cache(

@@ -66,6 +66,7 @@ def from_float8(bits, DTYPE: tl.constexpr, BY_ASSEMBLER: tl.constexpr):
 
 
 _PART_BYTES = constants("float8 products")["bytes"]
+"""That are written in the type of ``x`` at a time."""
 _ROWS, _COLUMNS = 8, 1024
 """Of a program that writes a part in the type of ``x``."""
 
@@ -108,7 +109,7 @@ def float8_linear(
     num_rows, depth = weight.shape
     out = x.new_empty((x.shape[0], num_rows))
     scratch = _scratch(x)
-    rows_at_once = scratch.numel() // depth // _ROWS * _ROWS
+    rows_at_once = _rows_at_once(num_rows, scratch.numel() // depth)
     for first in range(0, num_rows, rows_at_once):
         count = min(rows_at_once, num_rows - first)
         part = scratch[: count * depth].view(count, depth)
@@ -129,6 +130,13 @@ def float8_linear(
         else:
             torch.addmm(bias[columns], x, part.t(), out=out[:, columns])
     return out
+
+
+def _rows_at_once(num_rows: int, most: int) -> int:
+    """Return the rows of each part but the last: parts that are about equal, as products of a few columns are slow."""
+    unit = SCALED_BLOCK if most >= SCALED_BLOCK else _ROWS
+    num_parts = triton.cdiv(num_rows, most // unit * unit)
+    return triton.cdiv(triton.cdiv(num_rows, num_parts), unit) * unit
 
 
 def _scratch(x: torch.Tensor) -> torch.Tensor:

@@ -295,9 +295,8 @@ def _add_stored_tile(
                 scales = tl.load(scale_ptr + first[None, :] + blocks[:, None], mask=mask, other=0.0)
             else:
                 # A program's last tiles may lie beyond the depth, where there is no scale.
-                scales = tl.load(
-                    scale_ptr + first + start // _SCALED_BLOCK, mask=in_rows & (start < K), other=0.0
-                )
+                mask = in_rows & (tl.zeros_like(rows) + start < K)
+                scales = tl.load(scale_ptr + first + start // _SCALED_BLOCK, mask=mask, other=0.0)
             scales = tl.expand_dims(scales, -1 if WEIGHTS_LEFT else -2)
             acc += scales * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
     else:
@@ -629,7 +628,7 @@ def small_batch_linear(
     num_rows, depth = x.shape
     weight, scales, form = _stored(layer)
     bias, column_sums, num_columns = layer.bias, layer.column_sums, weight.shape[0]
-    config = _choose_config(x, weight, form) if config is None else _checked(config, form)
+    config = _checked(config or _choose_config(x, weight, form), form)
     shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config)
     after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
