@@ -60,16 +60,32 @@ def test_every_form_of_prompt(server: LiveServer, llm: LLM, prompt: Any, prompts
         {"temperature": 0.0, "stop": [" zebra", "the"], "include_stop_str_in_output": True},
         {"temperature": 0.0, "stop": "the", "min_tokens": 9},
         {"temperature": 0.0, "stop_token_ids": [268, 271]},
+        {"temperature": 0.0, "bad_words": ["king", "very angry"], "allowed_token_ids": list(range(600))},
+        {"seed": 3, "n": 2, "bad_words": ["the"], "logit_bias": {"259": 4.5, "11": "-2.5"}},
     ],
     ids=lambda fields: "-".join(fields),
 )
 def test_every_sampling_field(server: LiveServer, llm: LLM, fields: dict[str, Any]) -> None:
     fields = {"max_tokens": 16, **fields}
-    expected = llm.generate(PROMPT, SamplingParams(**fields))[0].outputs
+    bias = {key: float(value) for key, value in fields.get("logit_bias", {}).items()}
+    expected = llm.generate(PROMPT, SamplingParams(**{**fields, "logit_bias": bias}))[0].outputs
     choices = server.complete(prompt=PROMPT, **fields).json()["choices"]
     assert [choice["text"] for choice in choices] == [completion.text for completion in expected]
     for name in ("finish_reason", "stop_reason"):
         assert [choice[name] for choice in choices] == [getattr(completion, name) for completion in expected]
+
+
+def test_bias_is_cut_off_at_a_hundred(server: LiveServer) -> None:
+    # The bias of 5 wins if neither is, as 7 comes after it; of two that are equal by then the lower token does.
+    for bias in ({"5": 1e6, "7": 1e7}, {"5": 100, "7": 100}):
+        fields = {"logit_bias": bias, "allowed_token_ids": [5, 7], "return_token_ids": True}
+        logits = server.complete(prompt=PROMPT, temperature=0, max_tokens=1, **fields).json()["choices"][0]
+        unbiased = server.complete(
+            prompt=PROMPT, temperature=0, max_tokens=1, **{**fields, "logit_bias": {}}
+        ).json()["choices"][0]
+        assert logits["token_ids"] == unbiased["token_ids"]
+    least = server.complete(prompt=PROMPT, max_tokens=1, **{**fields, "logit_bias": {"5": -1e9, "7": 0}})
+    assert least.json()["choices"][0]["token_ids"] == [7]
 
 
 def test_null_takes_the_default(server: LiveServer) -> None:
