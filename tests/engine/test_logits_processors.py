@@ -160,7 +160,21 @@ def test_logits_are_vllms(tiny_model_path: Path, seed: int) -> None:
     ours = apply_processors(logits, make_params(NUM_ROWS, processors=processors))
     theirs = vllm_logits(logits, params, outputs)
     assert torch.equal(ours, theirs)
+    # Kernels search in it.
+    assert (processors.bias_token_ids.diff(dim=1) >= 0).all()
     assert not torch.equal(ours, logits)
+
+
+def test_rows_without_an_entry_leave_others_alone() -> None:
+    tables = ProcessorTables(SequenceState(2, 64), VOCAB_SIZE, torch.device("cpu"))
+    for position in range(1025):
+        tables.note(
+            torch.tensor([0, -1, 1, -1], dtype=torch.int32),
+            torch.full((4,), position),
+            torch.tensor([position, 5, 6, 7]),
+        )
+    drawn = tables._limits.drawn_token_ids
+    assert drawn[0].tolist() == [1024, *range(1, 1024)] and set(drawn[1].tolist()) == {6}
 
 
 def test_an_answer_without_a_token_left_ends_with_an_error(make_llm: Callable[..., LLM]) -> None:

@@ -10,7 +10,9 @@ from rose_backend import LLM, SamplingParams
 VOCAB_SIZE = 2559
 """The embedded model's, without its end-of-text token."""
 
-WORDS = ("the", "and", "said", "to", "of", "was", "king", "a", "it")
+WORDS = ("the", "and", "king")
+COMMON = (259, 269, 623)
+"""These words behind a space, and as tokens of the embedded model."""
 
 
 def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -51,14 +53,15 @@ def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list
 
 
 def _processors(rng: random.Random) -> dict[str, Any]:
-    """Return any mix of bias, allowed tokens and bad words; with few allowed tokens, some words are often about to be
-    drawn.
-    """
-    options: dict[str, Any] = {"bad_words": [*rng.sample(WORDS, 3), " ".join(rng.sample(WORDS, 2))]}
+    """Return any mix of bias, allowed tokens and bad words, many of which are about to be drawn."""
+    options: dict[str, Any] = {
+        "logit_bias": {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(60)}
+    }
+    options["logit_bias"] |= dict.fromkeys(COMMON, rng.choice((0, 0, 6)))
+    if rng.random() < 0.7:
+        options["bad_words"] = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 4))) for _ in range(4)]
     if rng.random() < 0.5:
-        options["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(60)}
-    if rng.random() < 0.5:
-        options["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), 40)
+        options["allowed_token_ids"] = [*COMMON, *rng.sample(range(VOCAB_SIZE), 30)]
     return options
 
 

@@ -187,8 +187,8 @@ def make_limits(rows: list[Limited], sizes: tuple[int, ...] = (5, 8, 6, 20)) -> 
 
     drawn = torch.full((len(rows) + 1, sizes[3]), -7)
     for row, limited in enumerate(rows):
-        for position in range(limited.num_prompt_tokens, len(limited.tokens)):
-            drawn[row, position % sizes[3]] = limited.tokens[position]
+        for position, token in enumerate(limited.tokens):
+            drawn[row, position % sizes[3]] = token
     return TokenLimits(
         table([[each.num_prompt_tokens, each.num_prompt_tokens + each.min_tokens] for each in rows], 2),
         table([each.stops for each in rows], sizes[0]),
