@@ -245,7 +245,7 @@ class InputProcessor:
         self._max_num_seqs = max_num_seqs
         self._seed = seed
         self._numbers = itertools.count()
-        self._last_bad_words: tuple[Sequence[str] | None, list[list[int]]] = None, []
+        self._last_bad_words: tuple[Mapping[str, None], list[list[int]]] = {}, []
 
     def make(
         self,
@@ -364,25 +364,26 @@ class InputProcessor:
 
     def _bad_words_token_ids(self, params: SamplingParams) -> list[list[int]]:
         """Return the tokens of each bad word, and those after a space where these are other ones, as in vLLM."""
-        words = params.bad_words if isinstance(params, SamplingParams) else None
+        words = dict.fromkeys((isinstance(params, SamplingParams) and params.bad_words) or ())
         last_words, found = self._last_bad_words
         # Usually all prompts of a call have the same.
-        if not words or words is last_words:
-            return found if words else []
-        found = []
-        for word in dict.fromkeys(words):
+        if words == last_words:
+            return found
+        found, num_tokens = [], 0
+        for word in words:
             bare, spaced = (self._encode_bad_word(prefix + word.lstrip()) for prefix in ("", " "))
             if not bare:
                 raise _bad_words_refusal(f"{reprlib.repr(word)}, which has no tokens", "words with tokens")
-            found.append(bare)
-            if len(spaced) == len(bare) and spaced[0] != bare[0]:
-                found.append(spaced)
-        num_tokens = sum(map(len, found))
-        if len(found) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
-            raise _bad_words_refusal(
-                f"{len(found)} sequences of {num_tokens} tokens, with and without a space before each word",
-                f"at most {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS}",
-            )
+            has_both = len(spaced) == len(bare) and spaced[0] != bare[0]
+            found += [bare, spaced] if has_both else [bare]
+            num_tokens += len(bare) * (1 + has_both)
+            # Before all of them are tokenized.
+            if len(found) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
+                raise _bad_words_refusal(
+                    f"more than {MAX_BAD_WORDS} sequences, or {MAX_BAD_WORD_TOKENS} tokens, with and without a space "
+                    "before each word",
+                    "at most that many",
+                )
         if (largest := max(map(max, found), default=0)) >= self.vocab_size:
             text = self.tokenizer.token_texts.text(largest)
             raise _bad_words_refusal(

@@ -541,9 +541,16 @@ def _known_fields(model: type[Body]) -> frozenset[str]:
     return IGNORED.union(model.model_fields, NOT_SUPPORTED)
 
 
+@functools.cache
+def _fields_elsewhere() -> frozenset[str]:
+    """Return the fields of all routes: on another one they are not misspelt, and ignored as in vLLM."""
+    models = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+    return frozenset[str]().union(*(model.model_fields for model in models))
+
+
 def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
     """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
-    num_unknown = len(fields.keys() - _known_fields(model))
+    num_unknown = len(fields.keys() - _known_fields(model) - _fields_elsewhere())
     if num_unknown > MAX_UNKNOWN_FIELDS:
         raise refused("body", f"got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}")
 
@@ -589,7 +596,7 @@ def check_other_fields(body: Body) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in NOT_SUPPORTED:
             _check_neutral(name, value)
-        elif name not in IGNORED:
+        elif name not in IGNORED and name not in _fields_elsewhere():
             unknown.append(name)
     for name in unknown:
         close = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], known, n=1, cutoff=_LIKENESS)

@@ -132,9 +132,13 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         (
             {"bad_words": [chr(ord("a") + index // 26) + chr(ord("a") + index % 26) for index in range(128)]},
             "bad_words",
-            "with and without a space before each word, allowed are at most 128 of 1024",
+            "with and without a space before each word, allowed are at most that many",
         ),
-        ({"bad_words": ["ab " * 340, "ba " * 340]}, "bad_words", "allowed are at most 128 of 1024"),
+        (
+            {"bad_words": ["ab " * 340, "ba " * 340]},
+            "bad_words",
+            "got more than 128 sequences, or 1024 tokens",
+        ),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported"),

@@ -449,14 +449,14 @@ def write_bitmask(
     for entry, end in zip(entries.tolist(), position.tolist(), strict=True):
         if entry < 0:
             continue
-        (num_prompt_tokens, min_num_tokens), stops, allowed, word_ends = (
+        lengths, stops, allowed, word_ends = (
             [each for each in table[entry].tolist() if each >= 0] for table in limits[:4]
         )
         word_tokens, drawn = limits.bad_word_token_ids[entry].tolist(), limits.drawn_token_ids[entry]
-        forbidden = stops if end < min_num_tokens else []
+        forbidden = stops if end < lengths[1] else []
         for first, last in zip([0, *word_ends], (each - 1 for each in word_ends), strict=False):
             before = torch.arange(end - (last - first), end)
-            follows = len(before) <= end - num_prompt_tokens
+            follows = len(before) <= end - lengths[0]
             if follows and drawn[before % len(drawn)].tolist() == word_tokens[first:last]:
                 forbidden.append(word_tokens[last])
         is_allowed = torch.full((bitmask.shape[1] * 32,), not allowed)
