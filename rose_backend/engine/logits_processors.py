@@ -79,13 +79,14 @@ class ProcessorTables:
         drawn.view(-1).scatter_(0, rows * drawn.shape[1] + position % drawn.shape[1], token_ids)
 
     def _fill(self, slot: int, record: list[NDArray[np.int32]], drawn: NDArray[np.int64]) -> None:
-        state, request = self._state, self._state.completion(slot).request
+        state, completion = self._state, self._state.completion(slot)
+        request = completion.request
         lengths, stops, allowed, word_ends, word_tokens, bias_token_ids, bias = record
         num_prompt_tokens, num_tokens = int(state.num_prompt_tokens[slot]), int(state.num_tokens[slot])
         lengths[:] = num_prompt_tokens, state.min_num_tokens[slot]
         words = request.bad_words_token_ids
         for column, values in (
-            (stops, state.stop_token_ids_of(request.params)),
+            (stops, state.stops_before_min_tokens(completion)),
             (allowed, request.params.allowed_token_ids or ()),
             (word_ends, list(itertools.accumulate(map(len, words)))),
             (word_tokens, list(itertools.chain(*words))),

@@ -16,7 +16,6 @@ from rose_backend.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.block_manager.sequence_table import concatenate_ranges
 from rose_backend.engine.request import Completion
-from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -132,7 +131,7 @@ class SequenceState:
         self.seed[slot] = completion.seed
         self.uses_penalties[slot] = params.has_penalties
         self.uses_processors[slot] = params.has_processors
-        has_entry = params.has_processors or bool(params.min_tokens and self.stop_token_ids_of(params))
+        has_entry = params.has_processors or bool(self.stops_before_min_tokens(completion))
         self.has_processor_entry[slot] = has_entry
         self.needs_sampling_extras[slot] = has_entry or params.has_penalties or params.logprobs is not None
         self.stops_at_eos[slot] = not params.ignore_eos
@@ -146,8 +145,11 @@ class SequenceState:
         self.generation[slot] += 1
         self.version += 1
 
-    def stop_token_ids_of(self, params: SamplingParams) -> list[int]:
-        """Return the tokens that end a completion, and are not drawn before ``min_tokens``."""
+    def stops_before_min_tokens(self, completion: Completion) -> list[int]:
+        """Return the tokens that would end a completion and are not drawn before its ``min_tokens``."""
+        params = completion.request.params
+        if not params.min_tokens:
+            return []
         return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
 
     def clear(self, slots: Int32Array) -> list[Completion]:
