@@ -42,6 +42,13 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+"""In a request, and as sequences of tokens: a word has up to two."""
+MAX_BAD_WORD_LENGTH = 1024
+MAX_BAD_WORD_TOKENS = 1024
+"""Of all bad words together."""
 MAX_CACHE_SALT_LENGTH = 128
 # At both ends of these ranges, and all at once, logits of +-1e4 stay finite float32 numbers.
 MAX_TEMPERATURE = 1000.0

@@ -28,6 +28,7 @@ from rose_backend.server.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
 )
 
@@ -38,6 +39,7 @@ ROUTES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 SECTION = re.compile(r"(<!-- options: (?P<name>.+?) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 

@@ -76,6 +76,27 @@ def test_prompt_streams_the_text(tiny_model_path: Path, capsys: pytest.CaptureFi
     assert (code, capsys.readouterr().out) == (0, expected + "\n")
 
 
+def test_tokens_are_biased_allowed_and_forbidden(
+    tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "logit_bias": {"259": 50, "307": -2.5},
+        "allowed_token_ids": [259, 307, 623],
+        "bad_words": ["the the"],
+    }
+    argv = ["--prompt", "The king", "--logit-bias", json.dumps(given["logit_bias"]), "--bad-words", "the the"]
+    argv += [word for each in (259, 307, 623) for word in ("--allowed-token-ids", str(each))]
+    assert run("generate", "--model", str(tiny_model_path), *argv, "--temperature", "0") == 0
+    with LLM(str(tiny_model_path)) as llm:
+        (completion,) = llm.generate("The king", SamplingParams(temperature=0, **given))[0].outputs
+    assert capsys.readouterr().out == completion.text + "\n"
+    assert completion.token_ids[:4] == [259, completion.token_ids[1], 259, completion.token_ids[3]]
+    assert {completion.token_ids[1], completion.token_ids[3]} <= {307, 623}
+    for text in ("{5", "5"):
+        assert run("generate", "--model", str(tiny_model_path), "--prompt", "a", "--logit-bias", text) == 2
+        assert_one_line_error(capsys, "logit")
+
+
 def test_several_completions_are_told_apart(
     tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +114,12 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
         {"prompt": "The king", "max_tokens": 30},
         {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1},
         {"prompt": "Die Rose blüht", "stop": "e", "n": 2, "seed": 1, "temperature": 0.7},
+        {
+            "prompt": "The king",
+            "bad_words": ["was"],
+            "logit_bias": {"259": 3},
+            "allowed_token_ids": [259, 307],
+        },
     ]
     source.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
     argv = ["--prompts", str(source), "--output", str(target), "--temperature", "0", "--max-num-seqs", "2"]
@@ -114,8 +141,8 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.out == ""
     num_tokens = sum(len(each["token_ids"]) for record in records for each in record["outputs"])
-    assert f"generating: 3 of 3 prompts finished, {num_tokens:,} tokens, " in captured.err
-    assert captured.err.endswith(f"3 of 3 answers are in {target}\n")
+    assert f"generating: 4 of 4 prompts finished, {num_tokens:,} tokens, " in captured.err
+    assert captured.err.endswith(f"4 of 4 answers are in {target}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -118,6 +118,7 @@ VLLM_BODIES = {
     "/v1/completions": ("openai.completion", "CompletionRequest"),
     "/v1/chat/completions": ("openai.chat_completion", "ChatCompletionRequest"),
     "/tokenize": ("serve.tokenize", "TokenizeCompletionRequest", "TokenizeChatRequest"),
+    "/detokenize": ("serve.tokenize", "DetokenizeRequest"),
 }
 """Module and models of each route's body in vLLM."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
 from typing import Any, NoReturn, TypeAlias
 
@@ -66,6 +67,9 @@ _SAMPLING_HELP = {
     "presence_penalty": f"-{MAX_PENALTY:g} to {MAX_PENALTY:g}; subtracted from the logit of tokens the output contains",
     "frequency_penalty": f"-{MAX_PENALTY:g} to {MAX_PENALTY:g}; subtracted once for each time the output contains the "
     "token",
+    "logit_bias": 'token ids and numbers that are added to their logits, such as {"5": -2.5}',
+    "allowed_token_ids": "token id; only those given are drawn; may be given several times",
+    "bad_words": "word that is not drawn; may be given several times",
     "stop": "string that ends the text; may be given several times",
     "stop_token_ids": "token id that ends the text; may be given several times",
     "ignore_eos": "continue after the end-of-text token",
@@ -89,6 +93,9 @@ _ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 _SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": _int_or_none, "metavar": "N"},
+    "logit_bias": {"type": json.loads, "metavar": "JSON"},
+    "allowed_token_ids": {"action": "append", "type": int, "metavar": "ID"},
+    "bad_words": {"action": "append", "metavar": "TEXT"},
     "stop": {"action": "append", "metavar": "TEXT"},
     "stop_token_ids": {"action": "append", "type": int, "metavar": "ID"},
 }

@@ -340,7 +340,7 @@ def _named(owner: Any, names: str, shortcut: Callable[..., Any]) -> dict[Any, Ca
 # torch computes the shapes of these in Python, which takes a hundred times as long as a launch that is only recorded,
 # and seconds at the first time. All others are left to it.
 _SHORTCUTS: dict[Any, Callable[..., torch.Tensor | None]] = {
-    **_named(torch.Tensor, "add sub mul", _elementwise),
+    **_named(torch.Tensor, "add sub mul remainder", _elementwise),
     **_named(torch.Tensor, "eq ne lt le gt ge", functools.partial(_elementwise, dtype=torch.bool)),
     **_named(torch, "addmm _addmm_activation", lambda bias, left, right, **options: _matmul(left, right)),
     **_named(torch, "mm matmul", _matmul),

@@ -2,7 +2,7 @@
 
 ``DecodeRows`` says which request slot is in which row of the decode batch, ``DecodeBuffers`` holds what all rows need
 on the device, and ``DecodeRunner`` starts steps over them. ``SamplingExtras`` is for draws that need more than logits
-and a few numbers of their request: penalties, ``min_tokens``, log-probabilities. A decode step draws for every row
+and a few numbers of their request: logits processors, penalties, log-probabilities. A decode step draws for every row
 without any of these. Where a request needs one, a second part draws again from the same logits and replaces the tokens
 of such requests. Other steps pay nothing, and run-ahead is the same for all.
 """
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import MAX_LOGPROBS
+from rose_backend.engine.logits_processors import ProcessorTables
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
 from rose_backend.kernels import SampleOutput, SamplingTensors
@@ -122,9 +123,7 @@ def sampling_of_rows(words: torch.Tensor) -> dict[str, torch.Tensor]:
     return sampling_by_name(columns.copy_(words.t()))
 
 
-def sampling_tensors(
-    seed: torch.Tensor, position: torch.Tensor, by_name: dict[str, torch.Tensor]
-) -> SamplingTensors:
+def sampling_tensors(seed: torch.Tensor, position: torch.Tensor, by_name: dict[str, Any]) -> SamplingTensors:
     """Return the parameters of draws without log-probabilities."""
     return SamplingTensors(
         seed=seed, position=position, num_logprobs=-1, invalid_token_id=INVALID_TOKEN_ID, **by_name
@@ -255,20 +254,20 @@ class SamplingExtras:
     """
 
     def __init__(self, state: SequenceState, sample: Sample, vocab_size: int, device: torch.device) -> None:
-        num_slots, num_banned = state.banned_token_ids.shape
+        num_slots = len(state.num_tokens)
         self._state = state
+        self._processors = ProcessorTables(state, vocab_size, device)
         self._sample = sample
         self._device = device
         # With penalties: 5 bytes per request slot and token of the vocabulary. The host writes a slot's entry before
         # its first draw; then the device counts what it draws, without the host.
-        self._counted_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
+        self._admitted_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._prompt_mask = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
         self._output_counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self._num_logprobs = min(MAX_LOGPROBS, vocab_size)
         self._words = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
-        self._slots, self._min_num_tokens, self._needs_extras, self._uses_penalties = self._words.unbind(0)
-        self._banned_token_ids = torch.full((num_slots, num_banned), -1, dtype=torch.int32, device=device)
-        self._minus_infinity = torch.full((num_slots, num_banned), float("-inf"), device=device)
+        self._slots, self._entries, self._needs_extras, self._uses_penalties = self._words.unbind(0)
+        self._entries.fill_(-1)
         width = 2 + 2 * self._num_logprobs  # see LogprobWords
         self._report = torch.zeros((num_slots, width), device=device)
         self._reports = torch.zeros((HISTORY_STEPS, num_slots, width), pin_memory=device.type != "cpu")
@@ -282,6 +281,7 @@ class SamplingExtras:
         state = self._state
         is_short = state.num_planned_tokens(slots) < state.min_num_tokens[slots]
         needs = is_short | state.uses_penalties[slots] | (state.num_logprobs[slots] >= 0)
+        needs |= state.uses_processors[slots]
         return bool(np.count_nonzero(needs & state.needs_sampling_extras[slots]))
 
     def write_rows(self, rows: NDArray[np.int64], slots: Slots) -> None:
@@ -293,30 +293,25 @@ class SamplingExtras:
         self._row_needs_extras[rows[:num_slots]] = needs_sampling_extras
         self.is_in_use = bool(np.count_nonzero(self._row_needs_extras))
         words = np.zeros((4, len(rows)), np.int32)
+        words[1] = -1
         words[:, :num_slots] = (
             slots,
-            state.min_num_tokens[slots],
+            self._entries_of(slots),
             needs_sampling_extras,
             state.uses_penalties[slots],
         )
-        banned = np.full((len(rows), state.banned_token_ids.shape[1]), -1, np.int32)
-        banned[:num_slots] = state.banned_token_ids[slots]
-        to, new_words, new_banned = upload(self._device, rows, words, banned)
+        to, new_words = upload(self._device, rows, words)
         self._words.index_copy_(1, to, new_words)
-        self._banned_token_ids.index_copy_(0, to, new_banned)
 
     def redraw(self, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
         """Draw again from ``logits``, float32 ``[width, V]``, after a step that has drawn from them and advanced."""
         width = len(logits)
-        slots = self._slots[:width].to(torch.int64)
-        position = buffers.draw_positions[:width] - 1
-        is_short = position < self._min_num_tokens[:width]
-        banned = self._banned_token_ids[:width].where(is_short[:, None], -1)
-        params = buffers.sampling(width)
-        drawn = self._draw(logits, params, position, slots, banned)
+        slots, entries = self._slots[:width].to(torch.int64), self._entries[:width]
+        params = replace(buffers.sampling(width), position=buffers.draw_positions[:width] - 1)
+        drawn = self._draw(logits, params, slots, entries)
         token_ids = drawn.token_ids.where(self._needs_extras[:width] != 0, buffers.input_ids[:width])
         buffers.input_ids[:width].copy_(token_ids)
-        self._count(slots, token_ids, self._uses_penalties[:width])
+        self._note(slots, entries, params.position, token_ids, self._uses_penalties[:width])
         self._report[:width].copy_(pack_logprobs(logits, drawn))
 
     def collect(self, buffers: DecodeBuffers, step: int, width: int) -> None:
@@ -334,38 +329,38 @@ class SamplingExtras:
         """Draw the next token of each of ``slots`` from ``logits``, float32 ``[S, V]``, outside a decode step."""
         state = self._state
         self._admit(slots)
-        is_short = state.num_tokens[slots] < state.min_num_tokens[slots]
-        banned = np.where(is_short[:, None], state.banned_token_ids[slots], np.int32(-1))
         weights = state.uses_penalties[slots].astype(np.int32)
-        to, ids, counted = upload(self._device, slots.astype(np.int64), banned, weights)
-        drawn = self._draw(logits, params, params.position, to, ids)
-        self._count(to, drawn.token_ids, counted)
+        to, entries, counted = upload(self._device, slots.astype(np.int64), self._entries_of(slots), weights)
+        drawn = self._draw(logits, params, to, entries)
+        self._note(to, entries, params.position, drawn.token_ids, counted)
         return drawn
 
     def _draw(
         self,
         logits: torch.Tensor,
         params: SamplingTensors,
-        position: torch.Tensor,
         slots: torch.Tensor,
-        banned: torch.Tensor,
+        entries: torch.Tensor,
     ) -> SampleOutput:
         extras: dict[str, Any] = {
+            "processors": self._processors.prepare(entries, params.position),
             "prompt_mask": self._prompt_mask.index_select(0, slots),  # [S, V]
             "output_counts": self._output_counts.index_select(0, slots),  # [S, V]
-            "bias_token_ids": banned,
         }
-        bias = self._minus_infinity[: len(logits)]
-        return self._sample(
-            logits,
-            replace(params, position=position, bias=bias, num_logprobs=self._num_logprobs, **extras),
-        )
+        return self._sample(logits, replace(params, num_logprobs=self._num_logprobs, **extras))
 
-    def _admit(self, slots: NDArray[np.signedinteger]) -> None:
-        """Write the entries of those of ``slots`` that use penalties and have drawn nothing since they were filled."""
+    def _entries_of(self, slots: Slots) -> Int32Array:
+        """Return the processors' entry of each of ``slots``; -1 for none."""
+        return np.where(self._state.has_processor_entry[slots], slots, -1).astype(np.int32)
+
+    def _admit(self, slots: Slots) -> None:
+        """Write the entries of those of ``slots`` that have any and have drawn nothing since they were filled."""
         state = self._state
-        is_new = state.uses_penalties[slots] & (self._counted_generation[slots] != state.generation[slots])
-        for slot in slots[is_new].tolist():
+        is_new = self._admitted_generation[slots] != state.generation[slots]
+        limited = slots[is_new & state.has_processor_entry[slots]].astype(np.int64)
+        if len(limited):
+            self._processors.admit(limited)
+        for slot in slots[is_new & state.uses_penalties[slots]].tolist():
             known = state.token_ids[slot, : state.num_tokens[slot]].astype(np.int64)
             (tokens,) = upload(self._device, known)
             prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[slot])])
@@ -373,15 +368,23 @@ class SamplingExtras:
             self._output_counts[slot].zero_().index_add_(
                 0, output, torch.ones_like(output, dtype=torch.int32)
             )
-            self._counted_generation[slot] = state.generation[slot]
+        self._admitted_generation[slots] = state.generation[slots]
 
-    def _count(self, slots: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``).
+    def _note(
+        self,
+        slots: torch.Tensor,
+        entries: torch.Tensor,
+        position: torch.Tensor,
+        token_ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Keep ``token_ids`` (int64 ``[S]``), and add ``weights`` (int32 ``[S]``, 0 or 1) to their output counts.
 
         ``INVALID_TOKEN_ID`` counts as token 0: such a request ends.
         """
-        counts = self._output_counts
-        counts.view(-1).scatter_add_(0, slots * counts.shape[1] + token_ids.clamp(min=0), weights)
+        counts, known = self._output_counts, token_ids.clamp(min=0)
+        counts.view(-1).scatter_add_(0, slots * counts.shape[1] + known, weights)
+        self._processors.note(entries, position, known)
 
 
 def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:

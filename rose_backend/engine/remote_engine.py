@@ -80,6 +80,7 @@ class Add(NamedTuple):
     params: SamplingParams
     namespace: bytes
     """Of the prefix cache."""
+    bad_words_token_ids: list[list[int]]
 
 
 class Abort(NamedTuple):
@@ -265,10 +266,10 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         self._register(stream)
-        number, text, ids, params, namespace = prompt
+        number, text, ids, params, namespace, words = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
-        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace))
+        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words))
 
     def _end(self, stream: OutputStream) -> None:
         self._send(Abort(stream.request_id))

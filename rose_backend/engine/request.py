@@ -19,7 +19,12 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.config import MAX_CACHE_SALT_LENGTH, EngineConfig
+from rose_backend.config import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_LENGTH,
+    EngineConfig,
+)
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.sampling_params import SamplingParams
@@ -124,6 +129,7 @@ class Request:
     is_streaming: bool
     namespace: bytes = b""
     """Of the prefix cache: only requests with the same one share cached tokens."""
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
     text_context: list[int] = field(default_factory=list)
     """Tokens of the prompt on which the text of its answers depends."""
     completions: list[Completion] = field(default_factory=list)
@@ -217,6 +223,8 @@ class ProcessedInput(NamedTuple):
     params: SamplingParams
     namespace: bytes
     """Of the prefix cache."""
+    bad_words_token_ids: list[list[int]]
+    """What ``bad_words`` are as tokens."""
 
 
 class InputProcessor:
@@ -237,6 +245,7 @@ class InputProcessor:
         self._max_num_seqs = max_num_seqs
         self._seed = seed
         self._numbers = itertools.count()
+        self._last_bad_words: tuple[Mapping[str, None], list[list[int]]] = {}, []
 
     def make(
         self,
@@ -279,17 +288,18 @@ class InputProcessor:
                 some = [each if isinstance(each, str) else _truncated(each, options) for each in some]
             ids_list = self._packed_ids(some) or (self._checked_prompt(each, options) for each in some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
+                words = self._bad_words_token_ids(params)
                 params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
-                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
+                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words))
         return processed
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
     ) -> Request:
         """Build a request of what ``process`` has returned."""
-        number, prompt, ids, params, namespace = processed
+        number, prompt, ids, params, namespace, bad_words_token_ids = processed
         room = self.max_model_len - len(ids)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -299,6 +309,7 @@ class InputProcessor:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             is_streaming=is_streaming,
             namespace=namespace,
+            bad_words_token_ids=bad_words_token_ids,
             text_context=self._decoder(params).context(ids),
         )
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
@@ -350,6 +361,42 @@ class InputProcessor:
         if options.max_new_tokens is not None and params.max_tokens is None:
             params = replace(params, max_tokens=min(options.max_new_tokens, room))
         return params
+
+    def _bad_words_token_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Return the tokens of each bad word, and those after a space where these are other ones, as in vLLM."""
+        words = dict.fromkeys((isinstance(params, SamplingParams) and params.bad_words) or ())
+        last_words, found = self._last_bad_words
+        # Usually all prompts of a call have the same.
+        if words == last_words:
+            return found
+        found, num_tokens = [], 0
+        for word in words:
+            bare, spaced = (self._encode_bad_word(prefix + word.lstrip()) for prefix in ("", " "))
+            if not bare:
+                raise _bad_words_refusal(f"{reprlib.repr(word)}, which has no tokens", "words with tokens")
+            has_both = len(spaced) == len(bare) and spaced[0] != bare[0]
+            found += [bare, spaced] if has_both else [bare]
+            num_tokens += len(bare) * (1 + has_both)
+            # Before all of them are tokenized.
+            if len(found) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
+                raise _bad_words_refusal(
+                    f"more than {MAX_BAD_WORDS} sequences, or {MAX_BAD_WORD_TOKENS} tokens, with and without a space "
+                    "before each word",
+                    "at most that many",
+                )
+        if (largest := max(map(max, found), default=0)) >= self.vocab_size:
+            text = self.tokenizer.token_texts.text(largest)
+            raise _bad_words_refusal(
+                f"{text!r}, token {largest}", f"the model's, up to {self.vocab_size - 1}"
+            )
+        self._last_bad_words = words, found
+        return found
+
+    def _encode_bad_word(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            raise _bad_words_refusal(reprlib.repr(text), "strings that are valid UTF-8") from error
 
     def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
         """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
@@ -465,6 +512,10 @@ class InputProcessor:
                     parameter="prompt",
                 )
         return _as_array(prompt)
+
+
+def _bad_words_refusal(got: str, allowed: str) -> RequestError:
+    return RequestError(f"bad_words: got {got}, allowed are {allowed}", parameter="bad_words")
 
 
 def _truncated(ids: Any, options: PromptOptions, num_added: tuple[int, int] = (0, 0)) -> Any:

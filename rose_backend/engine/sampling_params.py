@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from rose_backend.config import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PENALTY,
@@ -51,6 +55,8 @@ RANGES = {
 """Of fields of ``SamplingParams``."""
 TOKEN_IDS = Range(0, _MAX_INT32)
 """Of any model."""
+BIASES = Range(-1e30, 1e30)
+"""Of logits: sums and products with penalties stay finite float32 numbers."""
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
 
 
@@ -86,6 +92,12 @@ class SamplingParams:
     """-2 to 2; subtracted from the logit of every token that the output contains."""
     frequency_penalty: float = 0.0
     """-2 to 2; subtracted once for each time the output contains the token."""
+    logit_bias: Mapping[int, float] | None = None
+    """Numbers that are added to the logits of tokens; token ids may be texts, as in JSON."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Draw only these tokens."""
+    bad_words: Sequence[str] | None = None
+    """Words that are not drawn, with or without a space before them: not the last token of one, after its others."""
     stop: str | Sequence[str] | None = None
     """Strings that end the text, wherever token boundaries fall."""
     stop_token_ids: Sequence[int] | None = None
@@ -107,6 +119,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         self._check_stops()
+        self._check_processors()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true and false")
@@ -149,6 +162,11 @@ class SamplingParams:
         """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def has_processors(self) -> bool:
+        """Whether bias, allowed tokens or bad words change the logits."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
     def check_against_model(
         self, *, prompt_length: int, vocab_size: int, max_model_len: int, max_num_seqs: int
     ) -> None:
@@ -170,28 +188,59 @@ class SamplingParams:
             raise _refusal("n", self.n, f"at most {max_num_seqs}, the engine's max_num_seqs")
         if self.top_k > vocab_size:
             raise _refusal("top_k", self.top_k, f"-1 to {vocab_size}, the size of the vocabulary")
-        for token_id in self.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise _refusal("stop_token_ids", token_id, f"ids from 0 to {vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    raise _refusal(name, token_id, f"ids from 0 to {vocab_size - 1}")
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise _refusal("stop", self.stop, "a string, a list of strings and None")
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            count = f"{len(self.stop_strings)} strings"
-            raise _refusal("stop", self.stop, f"at most {MAX_STOP_STRINGS}", shown=count)
+        _check_count("stop", self.stop_strings, MAX_STOP_STRINGS, "strings")
         for text in self.stop_strings:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
                 raise _refusal("stop", text, f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
-        if not isinstance(self.stop_token_ids, (list, tuple, type(None))):
-            raise _refusal("stop_token_ids", self.stop_token_ids, "a list of token ids and None")
-        if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
-            count = f"{len(self.stop_token_ids or ())} ids"
-            raise _refusal(
-                "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS}", shown=count
-            )
-        for token_id in self.stop_token_ids or ():
-            _check_number("stop_token_ids", token_id, TOKEN_IDS)
+        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+
+    def _check_processors(self) -> None:
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise _refusal("allowed_token_ids", self.allowed_token_ids, "at least one token id, and None")
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise _refusal("logit_bias", self.logit_bias, "a mapping of token ids to numbers and None")
+        if self.logit_bias is not None:
+            _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS_TOKENS, "tokens")
+            biases = {_token_id_of("logit_bias", key): value for key, value in self.logit_bias.items()}
+            for token_id, value in biases.items():
+                _check_number("logit_bias", token_id, TOKEN_IDS)
+                _check_number("logit_bias", value, BIASES)
+            object.__setattr__(self, "logit_bias", biases)
+        if not isinstance(self.bad_words, (list, tuple, type(None))):
+            raise _refusal("bad_words", self.bad_words, "a list of strings and None")
+        _check_count("bad_words", self.bad_words or (), MAX_BAD_WORDS, "words")
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise _refusal("bad_words", word, f"strings of 1 to {MAX_BAD_WORD_LENGTH} characters")
+
+
+def _check_token_ids(name: str, token_ids: object, most: int) -> None:
+    if not isinstance(token_ids, (list, tuple, type(None))):
+        raise _refusal(name, token_ids, "a list of token ids and None")
+    _check_count(name, token_ids or (), most, "ids")
+    for token_id in token_ids or ():
+        _check_number(name, token_id, TOKEN_IDS)
+
+
+def _check_count(name: str, values: Sized, most: int, noun: str) -> None:
+    if len(values) > most:
+        raise _refusal(name, values, f"at most {most}", shown=f"{len(values)} {noun}")
+
+
+def _token_id_of(name: str, key: object) -> object:
+    try:
+        return int(key) if isinstance(key, str) else key
+    except ValueError:
+        raise _refusal(name, key, "token ids as keys") from None
 
 
 def _check_number(name: str, value: object, allowed: Range) -> None:

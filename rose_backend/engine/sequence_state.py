@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rose_backend.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.block_manager.sequence_table import concatenate_ranges
-from rose_backend.config import MAX_STOP_TOKEN_IDS
 from rose_backend.engine.request import Completion
 
 Int32Array = NDArray[np.int32]
@@ -90,10 +89,11 @@ class SequenceState:
         self._sampling["top_k"] = self._sampling["top_k"].view(np.int32)
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
-        self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
-        """Tokens that may not be drawn while the slot has fewer than ``min_num_tokens``; -1 after the last one."""
+        self.uses_processors = np.zeros(max_num_seqs, np.bool_)
+        self.has_processor_entry = np.zeros(max_num_seqs, np.bool_)
+        """Slots with ``uses_processors`` or ``min_tokens``: see ``ProcessorTables``."""
         self.needs_sampling_extras = np.zeros(max_num_seqs, np.bool_)
-        """Slots with penalties, logprobs or ``min_tokens``: see ``SamplingExtras``."""
+        """Slots with a processor's entry, penalties or logprobs: see ``SamplingExtras``."""
 
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -130,12 +130,10 @@ class SequenceState:
             self._sampling["top_k"][slot] = 0
         self.seed[slot] = completion.seed
         self.uses_penalties[slot] = params.has_penalties
-        banned: list[int] = []
-        if params.min_tokens:
-            banned = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
-        self.banned_token_ids[slot] = -1
-        self.banned_token_ids[slot, : len(banned)] = banned
-        self.needs_sampling_extras[slot] = params.has_penalties or params.logprobs is not None or bool(banned)
+        self.uses_processors[slot] = params.has_processors
+        has_entry = params.has_processors or bool(self.stops_before_min_tokens(completion))
+        self.has_processor_entry[slot] = has_entry
+        self.needs_sampling_extras[slot] = has_entry or params.has_penalties or params.logprobs is not None
         self.stops_at_eos[slot] = not params.ignore_eos
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.needs_each_token[slot] = completion.needs_each_token
@@ -146,6 +144,13 @@ class SequenceState:
         completion.slot = slot
         self.generation[slot] += 1
         self.version += 1
+
+    def stops_before_min_tokens(self, completion: Completion) -> list[int]:
+        """Return the tokens that would end a completion and are not drawn before its ``min_tokens``."""
+        params = completion.request.params
+        if not params.min_tokens:
+            return []
+        return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
 
     def clear(self, slots: Int32Array) -> list[Completion]:
         """Take the completions out of ``slots``, ``[N]``, each with the tokens it has so far. Many may end at once."""

@@ -31,7 +31,7 @@ Letters that shapes are written in, everywhere in this package:
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
-``P``   parts of a sum; rows of the position embedding or of the rotary table
+``P``   parts of a sum; rows of the position embedding or of the rotary table; tokens that are kept of a request
 ======  =======================================================
 """
 

@@ -177,9 +177,41 @@ def _mismatch_message(name: str, spec: str, dim: int, expected: int, shape: torc
     return f"{name}: expected {symbol}={expected}, got {shape[dim]} (shape {list(shape)}, expected [{spec}])"
 
 
+class TokenLimits(NamedTuple):
+    """Which tokens may be drawn, by entry of tables; a list ends at its first -1, if not before."""
+
+    lengths: torch.Tensor
+    """[N, 2] int32: tokens of the prompt, and tokens before which no stop token may be drawn, prompt included."""
+    stop_token_ids: torch.Tensor
+    """[N, any] int32 in [0, V)."""
+    allowed_token_ids: torch.Tensor
+    """[N, any] int32 in [0, V); without any, all tokens are allowed."""
+    bad_word_ends: torch.Tensor
+    """[N, any] int32, rising: where each bad word ends in ``bad_word_token_ids``."""
+    bad_word_token_ids: torch.Tensor
+    """[N, P] int32 in [0, V), word after word. The last token of a word is not drawn after the ones before it."""
+    drawn_token_ids: torch.Tensor
+    """[N or more, P] int64: the token at position ``p`` is in column ``p % P``; a prompt's are not looked at."""
+
+
+class LogitsProcessors(NamedTuple):
+    """What is done to logits before penalties, by entry of tables."""
+
+    entries: torch.Tensor
+    """[R] int32: each row's; -1 leaves a row as it is."""
+    bitmask: torch.Tensor
+    """[N, V / 32, rounded up] int32: bit ``i % 32`` of word ``i // 32`` allows token ``i``, as in xgrammar."""
+    bias_token_ids: torch.Tensor
+    """[N, M] int32, rising, in [0, V); after an entry's last one, 2**31 - 1. M is a power of two."""
+    bias: torch.Tensor
+    """[N, M] float32, finite: added to the logits of ``bias_token_ids``."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How to choose the next token of each row: bias, penalties, temperature, min-p, top-k, top-p, in this order."""
+    """How to choose the next token of each row: logits processors, penalties, temperature, min-p, top-k, top-p, in this
+    order.
+    """
 
     temperature: torch.Tensor
     """[R] float32; 0 takes the most likely token; above 1e20 it counts as 1e20: any token that no filter drops."""
@@ -205,18 +237,16 @@ class SamplingTensors:
     """[R, V] bool: the token is in the row's prompt. None: no row's penalty asks for it."""
     output_counts: torch.Tensor | None = None
     """[R, V] int32: how often the row generated the token. None: no row's penalty asks for it."""
-    bias_token_ids: torch.Tensor | None = None
-    """[R, M] int32 in [0, V): tokens with a bias; after a row's last one, -1. None: no row has any."""
-    bias: torch.Tensor | None = None
-    """[R, M] float32, finite or minus infinity, which forbids the token: added to the logits of ``bias_token_ids`` in
-    the order given, so a token named twice gets both. None with ``bias_token_ids``."""
+    processors: LogitsProcessors | None = None
+    """Tokens that rows may not draw, and their bias. None: no row has any."""
     num_logprobs: int = -1
     """Alternatives to report for every row; 0 reports the chosen token's log-probability only, -1 nothing."""
     invalid_token_id: int = 0
-    """Returned for a row with nothing to choose: after bias and penalties all its logits are NaN or minus infinity."""
+    """Returned for a row with nothing to choose: after all but temperature and filters, its logits are NaN or minus
+    infinity."""
 
     def select(self, rows: torch.Tensor | slice) -> SamplingTensors:
-        """Return the entries of ``rows``, indices or a slice, without the penalties' [R, V] tensors."""
+        """Return the entries of ``rows``, indices or a slice, without processors and the penalties' [R, V] tensors."""
         return SamplingTensors(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -227,8 +257,6 @@ class SamplingTensors:
             presence_penalty=self.presence_penalty[rows],
             frequency_penalty=self.frequency_penalty[rows],
             repetition_penalty=self.repetition_penalty[rows],
-            bias_token_ids=None if self.bias_token_ids is None else self.bias_token_ids[rows],
-            bias=None if self.bias is None else self.bias[rows],
             num_logprobs=self.num_logprobs,
             invalid_token_id=self.invalid_token_id,
         )

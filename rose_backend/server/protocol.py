@@ -36,7 +36,11 @@ from pydantic.types import FailFast
 from pydantic_core import PydanticKnownError
 
 from rose_backend.config import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_LENGTH,
+    MAX_LOGIT_BIAS_TOKENS,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -82,8 +86,8 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     ),
     **dict.fromkeys(
         (
-            *("logit_bias", "suffix", "tools", "functions", "audio", "prediction", "web_search_options"),
-            *("prompt_embeds", "allowed_token_ids", "bad_words", "logits_processors"),
+            *("suffix", "tools", "functions", "audio", "prediction", "web_search_options"),
+            *("prompt_embeds", "logits_processors"),
             *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
             *(
@@ -133,10 +137,25 @@ def _refuse_text(value: Any) -> Any:
     return value
 
 
+def _check_bias_count(value: Any) -> Any:
+    """Refuse too many before any is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS_TOKENS:
+        details = {
+            "field_type": "Dictionary",
+            "max_length": MAX_LOGIT_BIAS_TOKENS,
+            "actual_length": len(value),
+        }
+        raise PydanticKnownError("too_long", details)
+    return value
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
 # As in vLLM, texts of numbers are numbers, and 1.0 is an integer.
 Int = Annotated[int, Strict(False)]
 Float = Annotated[float, Strict(False)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
+Bias = Annotated[Float, Field(allow_inf_nan=False), BeforeValidator(_refuse_truth_value)]
+_LARGEST_BIAS = 100.0
 TokenId = Annotated[Int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high), BeforeValidator(_refuse_truth_value)]
 # A union over long lists would collect an error per element and branch; ``read_prompts`` checks it instead.
 Prompts = Annotated[
@@ -207,6 +226,12 @@ class GenerationRequest(Body):
     top_k: Int | None = in_range("top_k")
     min_p: Float | None = in_range("min_p")
     repetition_penalty: Float | None = in_range("repetition_penalty")
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_bias_count)] | None = None
+    """By token id; as in vLLM, less than -100 counts as that, and more than 100 as 100."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -250,6 +275,10 @@ class GenerationRequest(Body):
         """
         fields = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         given = {name: value for name, value in fields.items() if value is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {
+                key: min(max(value, -_LARGEST_BIAS), _LARGEST_BIAS) for key, value in self.logit_bias.items()
+            }
         if self.stream_options is not None and not self.stream:
             raise refused(
                 "stream_options", "got options without stream, allowed with stream set to true only"
@@ -512,9 +541,16 @@ def _known_fields(model: type[Body]) -> frozenset[str]:
     return IGNORED.union(model.model_fields, NOT_SUPPORTED)
 
 
+@functools.cache
+def _fields_elsewhere() -> frozenset[str]:
+    """Return the fields of all routes: on another one they are not misspelt, and ignored as in vLLM."""
+    models = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+    return frozenset[str]().union(*(model.model_fields for model in models))
+
+
 def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
     """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
-    num_unknown = len(fields.keys() - _known_fields(model))
+    num_unknown = len(fields.keys() - _known_fields(model) - _fields_elsewhere())
     if num_unknown > MAX_UNKNOWN_FIELDS:
         raise refused("body", f"got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}")
 
@@ -560,7 +596,7 @@ def check_other_fields(body: Body) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in NOT_SUPPORTED:
             _check_neutral(name, value)
-        elif name not in IGNORED:
+        elif name not in IGNORED and name not in _fields_elsewhere():
             unknown.append(name)
     for name in unknown:
         close = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], known, n=1, cutoff=_LIKENESS)

@@ -47,6 +47,7 @@ QWEN3 = {
 EXPERTS = {"_add_experts_kernel", "_choose_experts_kernel", "_expert_product_kernel"}
 ALWAYS = {
     "_advance_rows_kernel",
+    "_bitmask_kernel",
     "_block_clone_kernel",
     "_choose_kernel",
     "_embed_tokens_kernel",

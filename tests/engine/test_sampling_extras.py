@@ -25,6 +25,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "logprobs": {"logprobs": 3},
     "min_tokens": {"min_tokens": 60, "stop_token_ids": [5, 6]},
+    "processors": {"bad_words": ["king", "the king"], "logit_bias": {5: 2.0}},
 }
 
 
@@ -199,10 +200,13 @@ def test_every_draw_of_a_crowd_against_the_definition(
     assert near_ties(tiny_model_path, prompts, params, outputs) == []
 
 
-def test_preempted_rows_are_counted_anew(make_ahead: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("kind", ["penalties", "processors"])
+def test_preempted_rows_are_counted_anew(make_ahead: Callable[..., LLM], kind: str) -> None:
+    # Few tokens, so that the first of a bad word's is often the last before a preemption.
+    few = {"allowed_token_ids": [259, 269, 623], "bad_words": ["the king", "king and", "and the king"]}
+    options = {**SPECIAL[kind], **(few if kind == "processors" else {})}
     params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=90, ignore_eos=True, **SPECIAL["penalties"])
-        for i in range(6)
+        SamplingParams(temperature=0.8, seed=i, max_tokens=90, ignore_eos=True, **options) for i in range(6)
     ]
     prompts = [[100 + i] * (20 + i) for i in range(6)]
     expected = tokens_of(make_ahead(0), prompts, params)

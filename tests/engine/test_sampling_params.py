@@ -35,6 +35,12 @@ NAN = math.nan
         *[("logprobs", value) for value in (-1, 21, 10**9, True, 1.0)],
         *[("stop", value) for value in ("", [""], ["x" * 257], ["x"] * 17, [1], 5, {"a"})],
         *[("stop_token_ids", value) for value in ([-1], [True], ["1"], [1] * 129, 7, "ab")],
+        *[("allowed_token_ids", value) for value in ([], [-1], [2**31], [True], ["1"], 7, "ab", {1: 2})],
+        ("allowed_token_ids", [1] * 1025),
+        *[("logit_bias", {5: value}) for value in (NAN, math.inf, -math.inf, True, "1", None, 1e31, 10**400)],
+        *[("logit_bias", {key: 1.0}) for key in (-1, 2**31, 10**40, True, 1.0, "", "x", "9" * 5000, None)],
+        *[("logit_bias", value) for value in ([(1, 2)], "5", dict.fromkeys(range(1_000_000), 1.0))],
+        *[("bad_words", value) for value in ("ab", [""], [1], [None], ["x" * 1025], ["x"] * 100_000, {"a"})],
         *[("ignore_eos", value) for value in (1, "no", None)],
         *[("include_stop_str_in_output", value) for value in (0, None)],
         *[("skip_special_tokens", value) for value in (1, "yes")],
@@ -70,6 +76,9 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
         ("stop", ("a", "b")),
         ("logprobs", 0),
         ("logprobs", 20),
+        ("allowed_token_ids", list(range(1024))),
+        ("logit_bias", {token_id: 1e30 for token_id in range(1024)}),
+        ("bad_words", ["x" * 1024] * 128),
     ],
 )
 def test_limits_themselves_are_allowed(field: str, value: Any) -> None:
@@ -116,6 +125,8 @@ def test_defaults_are_vllms() -> None:
         ({"n": 9}, "n"),
         ({"top_k": 501}, "top_k"),
         ({"stop_token_ids": [3, 500]}, "stop_token_ids"),
+        ({"allowed_token_ids": [3, 500]}, "allowed_token_ids"),
+        ({"logit_bias": {3: 1.0, 500: 1.0}}, "logit_bias"),
     ],
 )
 def test_check_against_the_model(options: dict[str, Any], field: str) -> None:
@@ -123,7 +134,13 @@ def test_check_against_the_model(options: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"^{field}: got ") as caught:
         SamplingParams(**options).check_against_model(**limits)
     assert caught.value.parameter == field
-    SamplingParams(n=8, top_k=500, max_tokens=94, stop_token_ids=[499]).check_against_model(**limits)
+    lists = {"stop_token_ids": [499], "allowed_token_ids": [499], "logit_bias": {499: 1.0}}
+    SamplingParams(n=8, top_k=500, max_tokens=94, **lists).check_against_model(**limits)
+
+
+def test_bias_takes_token_ids_as_texts() -> None:
+    # As JSON has them; of two for one token the last counts.
+    assert SamplingParams(logit_bias={"5": 1.0, " 05": 2, 7: 3.0}).logit_bias == {5: 2, 7: 3.0}
 
 
 def test_unknown_field_names_the_nearest() -> None:

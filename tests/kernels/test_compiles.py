@@ -15,10 +15,11 @@ from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.kv import cache_writes
 from rose_backend.kernels.pointwise import elementwise
 from rose_backend.kernels.pointwise import elementwise as rotary
-from rose_backend.kernels.sampling import sampler
+from rose_backend.kernels.sampling import bitmask, sampler
 from tests.support import decode_steps, expert_cases, rotations, sampling_cases
 from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
 from tests.support.rotations import MODEL_HEADS
+from tests.support.sampling_cases import Limited
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -186,8 +187,7 @@ def test_sampler(capability: int) -> None:
         1,
         prompt_mask=torch.zeros(1, 50_257, dtype=torch.bool),
         output_counts=torch.zeros(1, 50_257, dtype=torch.int32),
-        bias_token_ids=torch.zeros(1, 3, dtype=torch.int32),
-        bias=torch.zeros(1, 3),
+        processors=sampling_cases.make_processors(50_257, {5: 1.0}),
         num_logprobs=3,
     )
     with record_launches(sampler, "_scan_kernel", "_choose_kernel") as launches:
@@ -217,6 +217,16 @@ def test_masks(capability: int) -> None:
         with record_launches(sampler, "_mask_kernel") as launches:
             sampler.mask_logits(torch.zeros(2, 151_936, dtype=dtype), bitmask, mask_rows)
         assert compile_launch(launches[0], capability).spill_bytes == 0
+
+
+@compiles("_bitmask_kernel")
+def test_bitmasks(capability: int) -> None:
+    limits = sampling_cases.make_limits([Limited([1], 0, [], [], [])], (129, 1024, 128, 1024))
+    with record_launches(bitmask, "_bitmask_kernel") as launches:
+        bitmask.write_bitmask(
+            torch.zeros(1, 4748, dtype=torch.int32), limits.lengths[0, :1], limits.drawn_token_ids[0], limits
+        )
+    assert compile_launch(launches[0], capability).spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import triton.language as tl
 from rose_backend import kernels
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
-from rose_backend.kernels.arguments import LogprobReport
+from rose_backend.kernels.arguments import LogprobReport, TokenLimits
 from rose_backend.kernels.sampling import reference
 from rose_backend.kernels.sampling import sampler as gpu
-from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs
+from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs, write_bitmask
 from rose_backend.kernels.sampling.reference import (
     GREEDY_TEMPERATURE,
     exponential_noise,
@@ -33,12 +34,15 @@ from tests.support.implementations import (
     kernels_only,
 )
 from tests.support.sampling_cases import (
+    Limited,
     beyond_every_range,
     chosen_rows,
     exact_distribution,
     fields_of,
     heavy_tailed_logits,
+    make_limits,
     make_params,
+    make_processors,
     random_case,
     range_ends,
     rows_without_a_token,
@@ -145,14 +149,13 @@ def test_frequencies(implementation: Implementation, filters: dict[str, Any]) ->
 @FREQUENCIES
 def test_frequencies_with_bias(implementation: Implementation, filters: dict[str, Any]) -> None:
     logits, num_draws = heavy_tailed_logits(), num_draws_of(implementation)
-    bias_token_ids = torch.tensor([[3, 60, 3, 7]], dtype=torch.int32).expand(num_draws, -1)
-    bias = torch.tensor([[1.0, 2.0, 1.5, -math.inf]]).expand(num_draws, -1)
+    processors = make_processors(61, *[{60: 2.0, 3: 2.5, 7: -math.inf}] * num_draws)
     shifted = logits.clone()
     shifted[3] += 2.5
     shifted[60] += 2.0
     shifted[7] = -math.inf
     rows = logits.expand(num_draws, -1)
-    params = make_params(num_draws, bias_token_ids=bias_token_ids, bias=bias, **filters)
+    params = make_params(num_draws, processors=processors, **filters)
     expected = exact_distribution(shifted, **filters)
     check_frequencies(sample(implementation, rows, params).token_ids, expected)
     if implementation is REFERENCE:
@@ -485,7 +488,7 @@ def test_ends_of_every_range(implementation: Implementation, vocab_size: int, sh
 def test_scores_stay_finite_at_the_ends_of_every_range(vocab_size: int) -> None:
     logits, params = range_ends(2000, vocab_size)
     allowed = 3 * vocab_size // 4
-    scores = reference.apply_penalties(reference.add_bias(logits, params), params)
+    scores = reference.apply_penalties(reference.apply_processors(logits, params), params)
     scaled = scores / params.temperature.clamp(min=GREEDY_TEMPERATURE).unsqueeze(1)
     for values in (scores, scaled):
         assert values[:, :allowed].isfinite().all()
@@ -537,10 +540,8 @@ def test_rows_without_a_token_are_told(
     # What the request asks for counts, too: all tokens but those with NaN are forbidden.
     logits = torch.full((2, 67), math.nan)
     logits[:, :3] = 1.0
-    forbidden = torch.tensor([[0, 1, 2], [0, 1, -1]]).int()
-    params = make_params(
-        2, **filters, bias_token_ids=forbidden, bias=torch.full((2, 3), -math.inf), invalid_token_id=-1
-    )
+    processors = make_processors(67, *(dict.fromkeys(range(end), -math.inf) for end in (3, 2)))
+    params = make_params(2, **filters, processors=processors, invalid_token_id=-1)
     assert check_draws(implementation, logits, params).tolist() == [-1, 2]
 
 
@@ -604,17 +605,12 @@ def test_seed_and_position_matter() -> None:
         ({"top_k": torch.ones(2)}, "top_k: expected dtype torch.int32, got torch.float32"),
         ({"output_counts": torch.ones(2, 6, dtype=torch.int32)}, "output_counts: expected V=5, got 6"),
         ({"prompt_mask": torch.ones(2, 5)}, "prompt_mask: expected dtype torch.bool, got torch.float32"),
+        ({"processors": make_processors(5, {})}, "entries: expected R=2, got 1"),
+        ({"processors": make_processors(33, {}, {})}, "bitmask: expected 1 words for V=5, got 2"),
+        ({"processors": make_processors(5, {}, {}, width=3)}, "expected a power of two for M, got 3"),
         (
-            {"bias_token_ids": torch.zeros(2, 1, dtype=torch.int32)},
-            "bias_token_ids and bias: expected both or neither, got one",
-        ),
-        (
-            {"bias_token_ids": torch.zeros(2, 3, dtype=torch.int32), "bias": torch.zeros(2, 2)},
-            "bias: expected M=3, got 2",
-        ),
-        (
-            {"bias_token_ids": torch.zeros(2, 3, dtype=torch.int64), "bias": torch.zeros(2, 3)},
-            "bias_token_ids: expected dtype torch.int32, got torch.int64",
+            {"processors": make_processors(5, {}, {})._replace(bias=torch.zeros(4, 3).t())},
+            "processors: expected contiguous tensors",
         ),
         ({"num_logprobs": 6}, "num_logprobs: expected at most V=5, got 6"),
     ],
@@ -632,15 +628,13 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("draw", [kernels.sample, sample_unfused])
 def test_bias_by_definition(draw: Any) -> None:
-    # Named twice, token 1 gets both; token 4 is forbidden; what follows a row's first -1 does not count.
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.5, 9.0]]).expand(2, -1).contiguous()
     before = logits.clone()
-    bias_token_ids = torch.tensor([[1, 4, 1, 0], [4, -1, 0, 0]], dtype=torch.int32)
-    bias = torch.tensor([[1.5, -math.inf, 1.0, -2.0], [-8.0, 99.0, 99.0, 99.0]])
-    adjusted = reference.add_bias(logits, make_params(2, bias_token_ids=bias_token_ids, bias=bias))
+    processors = make_processors(5, {1: 2.5, 4: -math.inf, 0: -2.0}, {4: -8.0})
+    adjusted = reference.apply_processors(logits, make_params(2, processors=processors))
     assert adjusted.tolist() == [[-2.0, 3.5, 3.0, 2.5, -math.inf], [0.0, 1.0, 3.0, 2.5, 1.0]]
     greedy = make_params(
-        2, temperature=0.0, bias_token_ids=bias_token_ids, bias=bias, num_logprobs=1, repetition_penalty=2.0,
+        2, temperature=0.0, processors=processors, num_logprobs=1, repetition_penalty=2.0,
         prompt_mask=torch.tensor([[False, True, False, False, False]]).expand(2, -1),
     )  # fmt: skip
     output = draw(logits, greedy)
@@ -651,9 +645,62 @@ def test_bias_by_definition(draw: Any) -> None:
     assert torch.equal(logits, before)
 
 
+def random_limits(num_rows: int, vocab_size: int, seed: int) -> list[Limited]:
+    """Return rows whose bad words often begin with what was drawn last, some of them with the prompt's end."""
+    choose = random.Random(seed)
+
+    def tokens(most: int, least: int = 0) -> list[int]:
+        return choose.choices(range(vocab_size), k=choose.randint(least, most))
+
+    rows = []
+    for _ in range(num_rows):
+        known, words = tokens(30), []
+        for _ in range(choose.randrange(7)):
+            start = choose.choice([known[len(known) - choose.randrange(3) :], tokens(2), []])
+            words.append([*start, choose.randrange(vocab_size)])
+        stops, allowed = tokens(5), choose.choice([[], tokens(8)])
+        num_prompt_tokens = choose.randint(0, len(known))
+        rows.append(Limited(known, choose.randrange(9), stops, allowed, words, num_prompt_tokens))
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [3, 67, 5003])
+def test_bitmasks_by_definition(implementation: Implementation, vocab_size: int) -> None:
+    rows = random_limits(24, vocab_size, seed=vocab_size)
+    assert {all(map(row.is_allowed, range(vocab_size))) for row in rows} == {True, False}
+    limits = make_limits(rows)
+    # The last rows' entries are written first; one row has none, and its entry stays as it is.
+    entries = torch.arange(len(rows)).flip(0).int()
+    entries[3] = -1
+    position = torch.tensor([len(row.tokens) for row in rows]).flip(0)
+    device = implementation.device
+    bitmask = torch.full((len(rows), -(-vocab_size // 32)), 77, dtype=torch.int32, device=device)
+    on_device = TokenLimits(*(table.to(device) for table in limits))
+    implementation(write_bitmask, bitmask, entries.to(device), position.to(device), on_device)
+    bits = (bitmask.cpu().unsqueeze(2) >> torch.arange(32) & 1).flatten(1)[:, :vocab_size]
+    for entry, row in enumerate(rows):
+        if entry in entries.tolist():
+            assert bits[entry].tolist() == [row.is_allowed(token) for token in range(vocab_size)], row
+        else:
+            assert (bitmask[entry] == 77).all()
+
+
+def test_limits_of_the_wrong_shape_are_named() -> None:
+    limits = make_limits([Limited([1], 0, [], [], [])])
+    rows = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    bitmask = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="bad_word_token_ids: expected N=1, got 2"):
+        write_bitmask(bitmask, *rows, limits._replace(bad_word_token_ids=torch.zeros(2, 20).int()))
+    with pytest.raises(ShapeError, match="drawn_token_ids: expected P=20, got 19"):
+        write_bitmask(bitmask, *rows, limits._replace(drawn_token_ids=torch.zeros(2, 19).long()))
+    with pytest.raises(ShapeError, match="expected contiguous tensors"):
+        write_bitmask(bitmask, *rows, limits._replace(drawn_token_ids=torch.zeros(20, 2).long().t()))
+
+
 def test_no_bias_costs_no_copy() -> None:
     logits = torch.zeros(1, 3)
-    assert reference.add_bias(logits, make_params(1)) is logits
+    for processors in (None, make_processors(3, None)):
+        assert reference.apply_processors(logits, make_params(1, processors=processors)) is logits
 
 
 def test_penalties_by_definition() -> None:

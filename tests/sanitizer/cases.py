@@ -10,17 +10,18 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import embed_tokens
-from rose_backend.kernels.arguments import SamplingTensors
+from rose_backend.kernels.arguments import TokenLimits
 from rose_backend.kernels.decode_step.ops import (
     advance_rows,
     end_step,
     write_block_ids,
 )
+from rose_backend.kernels.sampling.ops import write_bitmask
 from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.linear_cases import random_float8
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
-from tests.support.sampling_cases import make_params, random_case
+from tests.support.sampling_cases import Limited, chosen_rows, make_limits, make_params, random_case
 
 Case = Callable[[str], list[torch.Tensor]]
 """Given a device, does the same work there and returns its results."""
@@ -237,21 +238,12 @@ def experts(num_tokens: int) -> Case:
     return run
 
 
-def on_device(params: SamplingTensors, device: str) -> SamplingTensors:
-    """Return the same parameters on a device."""
-    tensors = {field.name: getattr(params, field.name) for field in fields(params)}
-    return replace(
-        params,
-        **{name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)},
-    )
-
-
 def sampler(num_rows: int, vocab_size: int) -> Case:
     """Rows with every mix of filters and penalties."""
 
     def run(device: str) -> list[torch.Tensor]:
         logits, params = random_case(num_rows, vocab_size, seed=3)
-        output = kernels.sample(logits.to(device), on_device(params, device))
+        output = kernels.sample(logits.to(device), chosen_rows(params, device=device))
         return [output.token_ids, output.logprob, output.top_logprobs]
 
     return run
@@ -260,7 +252,23 @@ def sampler(num_rows: int, vocab_size: int) -> Case:
 def greedy(device: str) -> list[torch.Tensor]:
     """Rows that need no draw."""
     logits = torch.randn(5, 1009, generator=torch.Generator().manual_seed(4))
-    return [kernels.sample(logits.to(device), on_device(make_params(5, temperature=0.0), device)).token_ids]
+    params = chosen_rows(make_params(5, temperature=0.0), device=device)
+    return [kernels.sample(logits.to(device), params).token_ids]
+
+
+def bitmask(device: str) -> list[torch.Tensor]:
+    """Allowed tokens, stop tokens and bad words of two rows, and a row without any."""
+    limits = make_limits(
+        [
+            Limited([5, 6, 7], 5, [3, 999], [], [[8], [6, 7, 9]]),
+            Limited([5, 6, 7], 0, [3], [9, 8, 40], [[7, 9], [8]]),
+        ]
+    )
+    written = torch.zeros(2, 32, dtype=torch.int32, device=device)
+    rows = [torch.tensor(each, device=device) for each in ([1, -1, 0], [3, 9, 3])]
+    on_device = TokenLimits(*(table.to(device) for table in limits))
+    write_bitmask(written, rows[0].int(), rows[1], on_device)
+    return [written]
 
 
 def step_ends(device: str) -> list[torch.Tensor]:
@@ -352,6 +360,7 @@ CASES: dict[str, Case] = {
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,
+    "bitmask": bitmask,
     "ends of a step": step_ends,
     "mixed step": mixed_step(16),
     "mixed step, groups": mixed_step(16, 48, 16),

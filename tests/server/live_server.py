@@ -245,5 +245,5 @@ def check_refused(answer: httpx.Response, param: str, message: str) -> None:
     """Check that a request was refused with status 400, and that its error names a field and has a text."""
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json", answer.text
     error = error_of(answer)
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
     assert message in error["message"] and len(error["message"]) < 1000

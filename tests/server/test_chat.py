@@ -52,6 +52,13 @@ def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
     assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
 
+def test_tokens_are_forbidden_and_biased(server: LiveServer, llm: LLM) -> None:
+    fields = {"bad_words": [" king"], "logit_bias": {"11": 3.0}, "allowed_token_ids": list(range(700))}
+    expected = llm.generate(RENDERED, SamplingParams(**GREEDY, **fields))[0].outputs[0].text
+    answer = post(server, messages=MESSAGES, **GREEDY, **fields).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
 def test_the_example_serves_a_model_without_a_template(tiny_model_path: Path) -> None:
     template = ChatTemplate(str(EXAMPLE))
     template.use(Tokenizer(tiny_model_path))

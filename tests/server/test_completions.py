@@ -60,16 +60,31 @@ def test_every_form_of_prompt(server: LiveServer, llm: LLM, prompt: Any, prompts
         {"temperature": 0.0, "stop": [" zebra", "the"], "include_stop_str_in_output": True},
         {"temperature": 0.0, "stop": "the", "min_tokens": 9},
         {"temperature": 0.0, "stop_token_ids": [268, 271]},
+        {"temperature": 0.0, "bad_words": ["king", "very angry"], "allowed_token_ids": list(range(600))},
+        {"seed": 3, "n": 2, "bad_words": ["the"], "logit_bias": {"259": 4.5, "11": "-2.5"}},
     ],
     ids=lambda fields: "-".join(fields),
 )
 def test_every_sampling_field(server: LiveServer, llm: LLM, fields: dict[str, Any]) -> None:
     fields = {"max_tokens": 16, **fields}
-    expected = llm.generate(PROMPT, SamplingParams(**fields))[0].outputs
+    bias = {key: float(value) for key, value in fields.get("logit_bias", {}).items()}
+    expected = llm.generate(PROMPT, SamplingParams(**{**fields, "logit_bias": bias}))[0].outputs
     choices = server.complete(prompt=PROMPT, **fields).json()["choices"]
     assert [choice["text"] for choice in choices] == [completion.text for completion in expected]
     for name in ("finish_reason", "stop_reason"):
         assert [choice[name] for choice in choices] == [getattr(completion, name) for completion in expected]
+
+
+def test_bias_is_cut_off_at_a_hundred(server: LiveServer) -> None:
+    def drawn(bias: dict[int, float]) -> int:
+        fields = {"allowed_token_ids": [5, 7], "logit_bias": bias, "return_token_ids": True}
+        answer = server.complete(prompt=PROMPT, temperature=0, max_tokens=1, **fields)
+        return int(answer.json()["choices"][0]["token_ids"][0])
+
+    likelier = drawn({})
+    other = 12 - likelier
+    assert drawn({likelier: 100, other: 1e6}) == drawn({likelier: -1e6, other: -100}) == likelier
+    assert drawn({other: 50}) == other
 
 
 def test_null_takes_the_default(server: LiveServer) -> None:

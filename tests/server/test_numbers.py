@@ -76,5 +76,10 @@ def test_numbers_are_written_as_for_vllm(module: str) -> None:
             fields = {**body, name: value}
             assert taken(ours, name, fields) == taken(theirs, name, fields), (name, value)
     for value in WRITTEN:
-        fields = {**body, "stop_token_ids": [value]}
-        assert taken(ours, "stop_token_ids", fields) == taken(theirs, "stop_token_ids", fields), value
+        for name, whole in (
+            ("stop_token_ids", [value]),
+            ("allowed_token_ids", [value]),
+            ("logit_bias", {"5": value}),
+        ):
+            fields = {**body, name: whole}
+            assert taken(ours, name, fields) == taken(theirs, name, fields), value

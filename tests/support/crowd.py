@@ -10,6 +10,10 @@ from rose_backend import LLM, SamplingParams
 VOCAB_SIZE = 2559
 """The embedded model's, without its end-of-text token."""
 
+WORDS = ("the", "and", "king")
+COMMON = (259, 269, 623)
+"""These words behind a space, and as tokens of the embedded model."""
+
 
 def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts that share stems, and parameters of all kinds."""
@@ -33,7 +37,7 @@ def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list
             options["n"] = 3
         elif kind == "stops":
             options |= {"stop": ["e"], "stop_token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(60)]}
-        special = rng.choice(("", "", "", "", "penalties", "min_tokens", "logprobs"))
+        special = rng.choice(("", "", "", "", "penalties", "min_tokens", "logprobs", "processors"))
         if special == "penalties":
             options |= {"repetition_penalty": rng.choice((1.0, 1.3)), "presence_penalty": 0.4}
             options |= {"frequency_penalty": rng.choice((-0.3, 0.0, 0.6))}
@@ -42,8 +46,23 @@ def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list
             options |= {"stop_token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(100)]}
         elif special == "logprobs":
             options |= {"logprobs": rng.choice((0, 1, 5, 20))}
+        elif special == "processors":
+            options |= _processors(rng)
         params.append(SamplingParams(ignore_eos=True, **options))
     return prompts, params
+
+
+def _processors(rng: random.Random) -> dict[str, Any]:
+    """Return any mix of bias, allowed tokens and bad words, many of which are about to be drawn."""
+    options: dict[str, Any] = {
+        "logit_bias": {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(60)}
+    }
+    options["logit_bias"] |= dict.fromkeys(COMMON, rng.choice((0, 0, 6)))
+    if rng.random() < 0.7:
+        options["bad_words"] = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 4))) for _ in range(4)]
+    if rng.random() < 0.5:
+        options["allowed_token_ids"] = [*COMMON, *rng.sample(range(VOCAB_SIZE), 30)]
+    return options
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from rose_backend import SamplingParams, kernels
 from tests.support.reference_generation import reference_logits
@@ -35,6 +36,16 @@ def near_ties(
             logits = all_logits[len(prompt) - 1 : len(prompt) + len(tokens) - 1].clone()
             if sampling.min_tokens:
                 logits[: sampling.min_tokens, list(sampling.stop_token_ids or ())] = float("-inf")
+            for token_id, bias in (sampling.logit_bias or {}).items():
+                logits[:, token_id] += bias
+            if sampling.allowed_token_ids:
+                is_allowed = torch.zeros(logits.shape[1], dtype=torch.bool)
+                is_allowed[list(sampling.allowed_token_ids)] = True
+                logits[:, ~is_allowed] = float("-inf")
+            for word in bad_words_as_tokens(path, sampling.bad_words or ()):
+                for position in range(len(word) - 1, len(tokens)):
+                    if tokens[position - len(word) + 1 : position] == word[:-1]:
+                        logits[position, word[-1]] = float("-inf")
             tensors = _sampling_tensors(sampling, prompt, tokens, completion, logits.shape[1])
             for disturbance in (0.0, DISTURBANCE, DISTURBANCE, DISTURBANCE):
                 noise = (2 * torch.rand(logits.shape, generator=random) - 1) * disturbance
@@ -42,6 +53,17 @@ def near_ties(
                 differs = drawn != torch.tensor(tokens)
                 found += [(request, completion, position) for position in differs.nonzero()[:, 0].tolist()]
     return sorted(set(found))
+
+
+def bad_words_as_tokens(path: Path, words: Sequence[str]) -> list[list[int]]:
+    """Return each word's tokens by transformers, and those after a space where they are as many and begin otherwise."""
+    tokenizer, found = AutoTokenizer.from_pretrained(path), []
+    for word in words:
+        bare, spaced = (
+            tokenizer.encode(start + word.lstrip(), add_special_tokens=False) for start in ("", " ")
+        )
+        found += [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
+    return found
 
 
 def _sampling_tensors(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from rose_backend.config import (
     MIN_REPETITION_PENALTY,
 )
 from rose_backend.kernels import SamplingTensors
+from rose_backend.kernels.arguments import LogitsProcessors, TokenLimits
 from rose_backend.kernels.sampling.reference import GREEDY_TEMPERATURE
 
 
@@ -24,12 +26,40 @@ def fields_of(params: SamplingTensors) -> dict[str, Any]:
 
 def chosen_rows(params: SamplingTensors, rows: Any = slice(None), device: str = "cpu") -> SamplingTensors:
     """Return the parameters of some rows on a device, masks and counts too."""
-    return SamplingTensors(
-        **{
-            name: value[rows].to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in fields_of(params).items()
-        }
-    )
+    fields = {
+        name: value[rows].to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in fields_of(params).items()
+    }
+    if params.processors is not None:
+        entries, *tables = params.processors
+        fields["processors"] = LogitsProcessors(
+            entries[rows].to(device), *(table.to(device) for table in tables)
+        )
+    return SamplingTensors(**fields)
+
+
+def make_processors(vocab_size: int, *biases: dict[int, float] | None, width: int = 4) -> LogitsProcessors:
+    """Return the processors of rows with these biases, minus infinity for a token that is not allowed; None for a row
+    without any.
+
+    Rows' entries are in reverse order, behind one that is nobody's and allows nothing.
+    """
+    shape = (len(biases) + 1, width)
+    entries = [-1 if each is None else len(biases) - row for row, each in enumerate(biases)]
+    token_ids, bias = torch.full(shape, 2**31 - 1, dtype=torch.int32), torch.full(shape, 99.0)
+    is_allowed = torch.zeros(len(biases) + 1, -(-vocab_size // 32) * 32, dtype=torch.int64)
+    is_allowed[1:] = 1
+    for entry, given in zip(entries, biases, strict=True):
+        finite = sorted((token, each) for token, each in (given or {}).items() if each > -math.inf)
+        if finite:
+            token_ids[entry, : len(finite)] = torch.tensor([token for token, _ in finite])
+            bias[entry, : len(finite)] = torch.tensor([each for _, each in finite])
+        for token in (given or {}).keys() - dict(finite).keys():
+            is_allowed[entry, token] = 0
+    words = (is_allowed.view(len(is_allowed), -1, 32) << torch.arange(32)).sum(2)
+    # The highest bit is the sign.
+    bitmask = ((words + (1 << 31)) % (1 << 32) - (1 << 31)).int()
+    return LogitsProcessors(torch.tensor(entries, dtype=torch.int32), bitmask, token_ids, bias)
 
 
 def make_params(num_rows: int, **values: Any) -> SamplingTensors:
@@ -118,24 +148,76 @@ def random_case(num_rows: int, vocab_size: int, seed: int) -> tuple[torch.Tensor
         repetition_penalty=pick(1.0, 1.3, 0.8),
         prompt_mask=torch.rand(num_rows, vocab_size, generator=generator) < 0.2,
         output_counts=counts,
-        bias_token_ids=torch.where(
-            torch.arange(4) < pick(0, 2, 4).unsqueeze(1),
-            torch.randint(0, vocab_size, (num_rows, 4), generator=generator),
-            -1,
-        ).int(),
-        bias=torch.stack(
-            [pick(2.5, -3.0), pick(-1.0, 0.7), pick(-math.inf, 0.1), pick(-math.inf, 4.0)], dim=1
-        ),
+        processors=make_processors(vocab_size, *random_biases(num_rows, vocab_size, generator)),
         num_logprobs=3,
     )
     return logits, params
 
 
+class Limited(NamedTuple):
+    """What may limit the tokens that a row draws."""
+
+    tokens: list[int]
+    """Prompt and output."""
+    min_tokens: int
+    stops: list[int]
+    allowed: list[int]
+    bad_words: list[list[int]]
+    num_prompt_tokens: int = 0
+
+    def is_allowed(self, token: int) -> bool:
+        """Return by definition whether a token may be drawn next."""
+        output = self.tokens[self.num_prompt_tokens :]
+        return not (
+            (self.allowed and token not in self.allowed)
+            or (len(output) < self.min_tokens and token in self.stops)
+            or any(
+                word[-1] == token and word[:-1] == output[len(output) - len(word) + 1 :]
+                for word in self.bad_words
+                if len(word) <= len(output) + 1
+            )
+        )
+
+
+def make_limits(rows: list[Limited], sizes: tuple[int, ...] = (5, 8, 6, 20)) -> TokenLimits:
+    """Return tables with an entry for each row; ``sizes``: stop tokens, allowed tokens, bad words and their tokens."""
+
+    def table(lists: list[list[int]], width: int) -> torch.Tensor:
+        return torch.tensor([each + [-1] * (width - len(each)) for each in lists], dtype=torch.int32)
+
+    drawn = torch.full((len(rows) + 1, sizes[3]), -7)
+    for row, limited in enumerate(rows):
+        for position, token in enumerate(limited.tokens):
+            drawn[row, position % sizes[3]] = token
+    return TokenLimits(
+        table([[each.num_prompt_tokens, each.num_prompt_tokens + each.min_tokens] for each in rows], 2),
+        table([each.stops for each in rows], sizes[0]),
+        table([each.allowed for each in rows], sizes[1]),
+        table([list(itertools.accumulate(map(len, each.bad_words))) for each in rows], sizes[2]),
+        table([list(itertools.chain(*each.bad_words)) for each in rows], sizes[3]),
+        drawn,
+    )
+
+
+def random_biases(
+    num_rows: int, vocab_size: int, generator: torch.Generator
+) -> list[dict[int, float] | None]:
+    """Return a few biases of each row; a third of the rows have none."""
+    token_ids = torch.randint(0, vocab_size, (num_rows, 4), generator=generator).tolist()
+    choices = torch.tensor([2.5, -3.0, 0.7, -math.inf])
+    biases = choices[torch.randint(4, (num_rows, 4), generator=generator)].tolist()
+    counts = torch.randint(0, 3, (num_rows,), generator=generator).tolist()
+    return [
+        None if count == 0 else dict(zip(tokens[: 2 * count], values, strict=False))
+        for tokens, values, count in zip(token_ids, biases, counts, strict=True)
+    ]
+
+
 def range_ends(num_rows: int, vocab_size: int) -> tuple[torch.Tensor, SamplingTensors]:
     """Return logits of +-1e4 under all mixes of the ends of every range that a request may ask for.
 
-    Tokens from ``3 * vocab_size // 4`` on are forbidden, the last two by their bias. Counts reach 131,072, the longest
-    window there is.
+    Tokens from ``3 * vocab_size // 4`` on are forbidden, the last two by their bitmask. Counts reach 131,072, the
+    longest window there is.
     """
     ends: dict[str, tuple[float, ...]] = {
         "temperature": (0.0, 9.9e-6, GREEDY_TEMPERATURE, 1.0, MAX_TEMPERATURE),
@@ -158,14 +240,13 @@ def range_ends(num_rows: int, vocab_size: int) -> tuple[torch.Tensor, SamplingTe
     logits[::2] = logits[::2].sign() * 1e4
     counts = torch.randint(0, 2, (num_rows, vocab_size), generator=generator, dtype=torch.int32) * 131_072
     logits[:, 3 * vocab_size // 4 : vocab_size - 2] = -math.inf
-    forbidden = torch.arange(vocab_size - 2, vocab_size, dtype=torch.int32).expand(num_rows, -1)
+    forbidden = {vocab_size - 2: -math.inf, vocab_size - 1: -math.inf}
     return logits, make_params(
         num_rows,
         **columns,
         prompt_mask=torch.rand(num_rows, vocab_size, generator=generator) < 0.5,
         output_counts=counts,
-        bias_token_ids=forbidden,
-        bias=torch.full(forbidden.shape, -math.inf),
+        processors=make_processors(vocab_size, *[forbidden] * num_rows),
     )
 
 

@@ -8,7 +8,14 @@ import torch
 
 import rose_backend.kernels.sampling.reference as reference
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors, check_tensors
+from rose_backend.kernels.arguments import (
+    LogitsProcessors,
+    LogprobReport,
+    SampleOutput,
+    SamplingTensors,
+    TokenLimits,
+    check_tensors,
+)
 
 SAMPLER_KERNELS = ("_choose_kernel", "_scan_kernel")
 """All that ``sample`` launches on a GPU."""
@@ -24,10 +31,10 @@ def sample(
 ) -> SampleOutput:
     """Choose the next token of every row, in two launches on a GPU; work that no row asks for is skipped.
 
-    In this order, as vLLM: bias, penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties
-    with the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold
-    the probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a logit of
-    minus infinity unless all have it: then the row's token is ``invalid_token_id``. After bias and penalties NaN counts
+    In this order, as vLLM: bitmask and bias, penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token
+    that ties with the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until
+    they hold the probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a
+    logit of minus infinity unless all have it: then the row's token is ``invalid_token_id``. After penalties NaN counts
     as minus infinity.
 
     The draw depends on nothing but the row's own logits, parameters, seed and position. Its random bits are those of
@@ -37,8 +44,7 @@ def sample(
         logits: stay as they are.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, only one of the bias's tensors is given, or more alternatives are asked
-            for than there are tokens.
+        ShapeError: shapes or dtypes disagree, or more alternatives are asked for than there are tokens.
     """
     _check(logits, params)
     return _implementation(logits).sample(logits, params)
@@ -111,10 +117,7 @@ def mask_logits(
         bitmask=(bitmask, "N W", torch.int32),
         mask_rows=(mask_rows, "R", torch.int32),
     )
-    if sizes["W"] != -(-sizes["V"] // 32):
-        raise ShapeError(
-            f"bitmask: expected {-(-sizes['V'] // 32)} words for V={sizes['V']}, got {sizes['W']}"
-        )
+    _check_words(sizes)
     if logits.stride(1) != 1 or bitmask.stride(1) != 1:
         raise ShapeError("logits and bitmask: expected a last stride of 1")
     if logits.is_cuda:
@@ -123,6 +126,44 @@ def mask_logits(
         launch(logits, bitmask, mask_rows)
     else:
         reference.mask_logits(logits, bitmask, mask_rows)
+
+
+def write_bitmask(
+    bitmask: torch.Tensor,  # [N, V / 32, rounded up] int32  written
+    entries: torch.Tensor,  # [R] int32 below N, different ones; -1 writes nothing
+    position: torch.Tensor,  # [R] int64, of the token to draw
+    limits: TokenLimits,
+) -> None:
+    """Write which tokens the rows' next draws allow, by entry; bits past the vocabulary may be anything.
+
+    Raises:
+        ShapeError: shapes, dtypes or strides disagree.
+    """
+    check_tensors(
+        bitmask=(bitmask, "N W", torch.int32),
+        entries=(entries, "R", torch.int32),
+        position=(position, "R", torch.int64),
+        lengths=(limits.lengths, "N 2", torch.int32),
+        stop_token_ids=(limits.stop_token_ids, "N S", torch.int32),
+        allowed_token_ids=(limits.allowed_token_ids, "N A", torch.int32),
+        bad_word_ends=(limits.bad_word_ends, "N B", torch.int32),
+        bad_word_token_ids=(limits.bad_word_token_ids, "N P", torch.int32),
+        drawn_token_ids=(limits.drawn_token_ids, "D P", torch.int64),
+    )
+    if not all(each.is_contiguous() for each in (bitmask, *limits)):
+        raise ShapeError("bitmask and limits: expected contiguous tensors")
+    if bitmask.is_cuda:
+        from rose_backend.kernels.sampling.bitmask import write_bitmask as launch
+
+        launch(bitmask, entries, position, limits)
+    else:
+        reference.write_bitmask(bitmask, entries, position, limits)
+
+
+def _check_words(sizes: dict[str, int]) -> None:
+    num_words = -(-sizes["V"] // 32)
+    if sizes["W"] != num_words:
+        raise ShapeError(f"bitmask: expected {num_words} words for V={sizes['V']}, got {sizes['W']}")
 
 
 def _float_dtype(logits: torch.Tensor) -> torch.dtype:
@@ -154,13 +195,22 @@ def _check(logits: torch.Tensor, params: SamplingTensors) -> None:
         check_tensors(logits=(logits, "R V"), prompt_mask=(params.prompt_mask, "R V", torch.bool))
     if params.output_counts is not None:
         check_tensors(logits=(logits, "R V"), output_counts=(params.output_counts, "R V", torch.int32))
-    if params.bias_token_ids is not None and params.bias is not None:
-        check_tensors(
-            logits=(logits, "R V"),
-            bias_token_ids=(params.bias_token_ids, "R M", torch.int32),
-            bias=(params.bias, "R M", torch.float32),
-        )
-    elif params.bias_token_ids is not params.bias:
-        raise ShapeError("bias_token_ids and bias: expected both or neither, got one")
+    if params.processors is not None:
+        _check_processors(logits, params.processors)
     if params.num_logprobs > sizes["V"]:
         raise ShapeError(f"num_logprobs: expected at most V={sizes['V']}, got {params.num_logprobs}")
+
+
+def _check_processors(logits: torch.Tensor, processors: LogitsProcessors) -> None:
+    sizes = check_tensors(
+        logits=(logits, "R V"),
+        entries=(processors.entries, "R", torch.int32),
+        bitmask=(processors.bitmask, "N W", torch.int32),
+        bias_token_ids=(processors.bias_token_ids, "N M", torch.int32),
+        bias=(processors.bias, "N M", torch.float32),
+    )
+    _check_words(sizes)
+    if sizes["M"] & (sizes["M"] - 1) or not sizes["M"]:
+        raise ShapeError(f"bias: expected a power of two for M, got {sizes['M']}")
+    if not all(each.is_contiguous() for each in processors):
+        raise ShapeError("processors: expected contiguous tensors")

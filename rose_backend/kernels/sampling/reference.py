@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors
+from rose_backend.kernels.arguments import LogprobReport, SampleOutput, SamplingTensors, TokenLimits
 
 # Tensors without dimensions, which work with tensors on any device: a Python number would be wrapped into one at each
 # of some hundred operations.
@@ -147,7 +147,7 @@ def sample(
     params: SamplingTensors,
 ) -> SampleOutput:
     """Reference of ``rose_backend.kernels.sample``."""
-    scores = apply_penalties(add_bias(logits, params), params)
+    scores = apply_penalties(apply_processors(logits, params), params)
     return _report(logits, scores, _choose_number(_choose, scores, params), params)
 
 
@@ -185,21 +185,23 @@ def _choose(
     return token_ids
 
 
-def add_bias(
+def apply_processors(
     logits: torch.Tensor,  # [R, V]
     params: SamplingTensors,
 ) -> torch.Tensor:
-    """Return logits with each row's bias: a new tensor, or ``logits`` itself without any."""
-    if params.bias_token_ids is None or params.bias is None:
+    """Return logits after each row's bitmask and bias: a new tensor, or ``logits`` itself where no row has any."""
+    processors = params.processors
+    if processors is None or not bool((processors.entries >= 0).any()):
         return logits
-    is_listed = (params.bias_token_ids >= 0).cumprod(dim=1).bool()
-    token_ids = torch.where(is_listed, params.bias_token_ids, 0).to(torch.int64)
-    bias = torch.where(is_listed, params.bias, 0.0)
-    scores = logits.clone()
-    # One after the other: the sum over a token named twice is then the same on every device.
-    for index in range(token_ids.shape[1]):
-        scores.scatter_add_(1, token_ids[:, index : index + 1], bias[:, index : index + 1])
-    return scores
+    rows = (processors.entries >= 0).nonzero().squeeze(1)
+    entries = processors.entries[rows].to(torch.int64)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = (processors.bitmask[entries].unsqueeze(2) >> bits & 1).flatten(1)[:, : logits.shape[1]] != 0
+    token_ids, bias = processors.bias_token_ids[entries], processors.bias[entries]
+    is_listed = token_ids < logits.shape[1]
+    scores = logits[rows].masked_fill_(~is_allowed, _MINUS_INFINITY)
+    scores.scatter_add_(1, token_ids.where(is_listed, 0).to(torch.int64), bias.where(is_listed, 0.0))
+    return logits.index_copy(0, rows, scores)
 
 
 def apply_penalties(
@@ -392,7 +394,7 @@ def _row_tiles(num_rows: int, vocab_size: int) -> list[slice]:
 
 def _report(
     logits: torch.Tensor,  # [R, V]
-    scores: torch.Tensor,  # [R, V], after bias and penalties
+    scores: torch.Tensor,  # [R, V], after processors and penalties
     token_ids: torch.Tensor,  # [R], where there is a token to choose
     params: SamplingTensors,
 ) -> SampleOutput:
@@ -436,6 +438,34 @@ def mask_logits(
         logits[row].masked_fill_(is_allowed == 0, _MINUS_INFINITY)
 
 
+def write_bitmask(
+    bitmask: torch.Tensor,  # [N, V / 32] int32  written
+    entries: torch.Tensor,  # [R] int32
+    position: torch.Tensor,  # [R] int64
+    limits: TokenLimits,
+) -> None:
+    """Reference of ``rose_backend.kernels.sampling.ops.write_bitmask``."""
+    bits = torch.arange(32, dtype=torch.int32)
+    for entry, end in zip(entries.tolist(), position.tolist(), strict=True):
+        if entry < 0:
+            continue
+        lengths, stops, allowed, word_ends = (
+            [each for each in table[entry].tolist() if each >= 0] for table in limits[:4]
+        )
+        word_tokens, drawn = limits.bad_word_token_ids[entry].tolist(), limits.drawn_token_ids[entry]
+        forbidden = stops if end < lengths[1] else []
+        for first, last in zip([0, *word_ends], (each - 1 for each in word_ends), strict=False):
+            before = torch.arange(end - (last - first), end)
+            follows = len(before) <= end - lengths[0]
+            if follows and drawn[before % len(drawn)].tolist() == word_tokens[first:last]:
+                forbidden.append(word_tokens[last])
+        is_allowed = torch.full((bitmask.shape[1] * 32,), not allowed)
+        is_allowed[allowed] = True
+        is_allowed[forbidden] = False
+        # The highest bit is the sign: the sum wraps.
+        bitmask[entry] = (is_allowed.view(-1, 32) << bits).sum(1, dtype=torch.int32)
+
+
 def sample_unfused(
     logits: torch.Tensor,  # [R, V] float32
     params: SamplingTensors,
@@ -444,7 +474,7 @@ def sample_unfused(
     if logits.is_meta:
         # The rest reads values, and launches none of our kernels.
         return _report(logits, logits, logits.argmax(dim=-1), params)
-    scores = apply_penalties(add_bias(logits, params), params)
+    scores = apply_penalties(apply_processors(logits, params), params)
     return _report(logits, scores, _choose_number(_choose_unfused, scores, params), params)
 
 

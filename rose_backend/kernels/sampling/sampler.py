@@ -95,18 +95,25 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def scores_of(logits, tokens, valid, adjustments, temperature, row, vocab_size):
-    """Return logits after bias, penalties and temperature, each operation rounded as in the reference, but no NaN.
+    """Return logits after processors, penalties, temperature, each operation rounded as in the reference, but no NaN.
 
     Args:
-        adjustments: (penalties, biases, bias_width). ``penalties`` are pointers to prompt mask and output counts
-            [R, V], each or None, and to the repetition, presence and frequency penalty [R]. ``biases`` is None or
-            pointers to token ids and bias [R, bias_width].
+        adjustments: (penalties, processors, bias_width). ``penalties`` are pointers to prompt mask and
+            output counts [R, V], each or None, and to the repetition, presence and frequency penalty [R].
+            ``processors`` is None or pointers to entries [R], bitmask [N, V / 32], token ids and bias [N, bias_width].
     """
-    penalties, biases, bias_width = adjustments
-    if biases is not None:
-        logits = _add_bias(
-            logits, tokens, biases[0] + row * bias_width, biases[1] + row * bias_width, bias_width
-        )
+    penalties, processors, bias_width = adjustments
+    if processors is not None:
+        entry = tl.load(processors[0] + row).to(tl.int64)
+        if entry >= 0:
+            words = tl.load(
+                processors[1] + entry * ((vocab_size + 31) // 32) + tokens // 32, mask=valid, other=0
+            )
+            logits = tl.where(((words >> tokens % 32) & 1) != 0, logits, MINUS_INFINITY)
+            bias = entry * bias_width
+            logits = _add_bias(
+                logits, tokens, processors[2] + bias, processors[3] + bias, vocab_size, bias_width
+            )
     scores = _add_penalties(logits, tokens, valid, penalties, row, vocab_size)
     if (temperature >= GREEDY_TEMPERATURE) & (temperature != 1.0):
         scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
@@ -115,15 +122,16 @@ def scores_of(logits, tokens, valid, adjustments, temperature, row, vocab_size):
 
 
 @triton.jit
-def _add_bias(logits, tokens, token_ids_ptr, bias_ptr, bias_width):
-    token = tl.load(token_ids_ptr, mask=bias_width > 0, other=-1)
-    if token >= 0:
-        lowest, highest, index = tl.min(tokens), tl.max(tokens), 0
-        while token >= 0:
-            if (token >= lowest) & (token <= highest):
-                logits = tl.where(tokens == token, logits + tl.load(bias_ptr + index), logits)
-            index += 1
-            token = tl.load(token_ids_ptr + index, mask=index < bias_width, other=-1)
+def _add_bias(logits, tokens, token_ids_ptr, bias_ptr, vocab_size, bias_width):
+    if tl.load(token_ids_ptr) < vocab_size:
+        # The last place whose token is not above this one, or the first.
+        place, step = tl.zeros_like(tokens), bias_width // 2
+        while step > 0:
+            is_above = tl.load(token_ids_ptr + place + step) > tokens
+            place = tl.where(is_above, place, place + step)
+            step = step // 2
+        is_biased = tl.load(token_ids_ptr + place) == tokens
+        logits = tl.where(is_biased, logits + tl.load(bias_ptr + place), logits)
     return logits
 
 
@@ -758,7 +766,7 @@ def _scan_kernel(
     filters,  # temperature, top_k, top_p, min_p: [R]
     draws,  # seed, position: [R]
     penalties,  # see scores_of
-    biases,  # see scores_of
+    processors,  # see scores_of
     bias_width,
     maxima_ptr,  # [R, num_slices * COLUMNS]  written: largest score of each group
     masses_ptr,  # [R, 2, num_slices]  written for rows with nothing but top-p: see _store_mass
@@ -784,7 +792,8 @@ def _scan_kernel(
         logits = tl.load(logits_ptr + row * logits_stride + tokens)
     else:
         logits = tl.load(logits_ptr + row * logits_stride + tokens, mask=valid, other=MINUS_INFINITY)
-    scores = scores_of(logits, tokens, valid, (penalties, biases, bias_width), temperature, row, vocab_size)
+    adjustments = (penalties, processors, bias_width)
+    scores = scores_of(logits, tokens, valid, adjustments, temperature, row, vocab_size)
     groups = (row * num_slices + slice_index) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(maxima_ptr + groups, largest_of_groups(scores))
     masses = row * (2 * num_slices) + slice_index
@@ -811,7 +820,7 @@ def _choose_kernel(
     filters,  # temperature, top_k, top_p, min_p: [R]
     draws,  # seed, position: [R]
     penalties,  # see scores_of
-    biases,  # see scores_of
+    processors,  # see scores_of
     bias_width,
     maxima_ptr,  # [R, num_slices * COLUMNS]
     masses_ptr,  # [R, 2, num_slices]
@@ -847,7 +856,7 @@ def _choose_kernel(
         # The scan before has waited for everything else before it let this kernel start.
         tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 0:
-        source = (logits_ptr, (penalties, biases, bias_width), temperature, row)
+        source = (logits_ptr, (penalties, processors, bias_width), temperature, row)
         maxima = tl.load(maxima_ptr + group_offsets, mask=is_group, other=MINUS_INFINITY)
         row_max, group_keys = tl.max(maxima), ordered_key(maxima)
         winners = winners_ptr + row * num_slices
@@ -1015,15 +1024,15 @@ def _launch(
 
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     is_plain = params.prompt_mask is None and params.output_counts is None
-    penalties, biases = _adjustments(params)
+    processors = params.processors
     inputs = (
         logits,
         logits.stride(0),
         (params.temperature, params.top_k, params.top_p, params.min_p),
         (params.seed, params.position),
-        penalties,
-        biases,
-        0 if biases is None else biases[0].shape[1],
+        _penalties(params),
+        None if processors is None else tuple(processors),
+        0 if processors is None else processors.bias.shape[1],
         scratch(num_groups),
         scratch(2 * num_slices),
         scratch(num_slices, torch.int32),
@@ -1063,21 +1072,16 @@ def _launch(
     )
 
 
-def _adjustments(
-    params: SamplingTensors,
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...] | None]:
-    """Return penalties and biases as ``scores_of`` takes them."""
-    mask, counts, biases = params.prompt_mask, params.output_counts, None
-    if params.bias_token_ids is not None and params.bias is not None:
-        biases = (params.bias_token_ids.contiguous(), params.bias.contiguous())
-    penalties = (
+def _penalties(params: SamplingTensors) -> tuple[torch.Tensor | None, ...]:
+    """Return penalties as ``scores_of`` takes them."""
+    mask, counts = params.prompt_mask, params.output_counts
+    return (
         None if mask is None else mask.contiguous().view(torch.uint8),
         None if counts is None else counts.contiguous(),
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,
     )
-    return penalties, biases
 
 
 # Reports of tokens that were chosen elsewhere. One program per row and slice reads the logits once: the largest of each
