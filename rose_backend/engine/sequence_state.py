@@ -95,6 +95,8 @@ class SequenceState:
         self.needs_sampling_extras = np.zeros(max_num_seqs, np.bool_)
         """Slots with penalties, logprobs or ``min_tokens``: see ``SamplingExtras``."""
 
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        """Slots whose draws are masked."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.needs_each_token = np.zeros(max_num_seqs, np.bool_)
@@ -131,11 +133,13 @@ class SequenceState:
         self.seed[slot] = completion.seed
         self.uses_penalties[slot] = params.has_penalties
         banned: list[int] = []
-        if params.min_tokens:
+        # A grammar's masks have it, too.
+        if params.min_tokens and completion.grammar is None:
             banned = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         self.banned_token_ids[slot] = -1
         self.banned_token_ids[slot, : len(banned)] = banned
         self.needs_sampling_extras[slot] = params.has_penalties or params.logprobs is not None or bool(banned)
+        self.has_grammar[slot] = completion.grammar is not None
         self.stops_at_eos[slot] = not params.ignore_eos
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.needs_each_token[slot] = completion.needs_each_token

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rose_backend.server.settings import MAX_NAME_LENGTH
 
-_END_OF_REASONING = "</think>"
+END_OF_REASONING = "</think>"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _STRING_PART = re.compile(r'[^"\\]*')
@@ -504,7 +504,7 @@ class ReasoningParser(AnswerParser):
     """
 
     _MARK = re.compile("</?think>")
-    _MARKS = ("<think>", _END_OF_REASONING)
+    _MARKS = ("<think>", END_OF_REASONING)
 
     def __init__(self, answer: AnswerParser) -> None:
         self._answer = answer
@@ -520,7 +520,7 @@ class ReasoningParser(AnswerParser):
         for mark in self._MARK.finditer(text):
             self._add(text[at : mark.start()], parts)
             at = mark.end()
-            if mark[0] == _END_OF_REASONING:
+            if mark[0] == END_OF_REASONING:
                 self._is_over = True
                 return parts + self._answer.feed(text[at:])
         end = len(text) - max(num_begun(text[at:], mark) for mark in self._MARKS)

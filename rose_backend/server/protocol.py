@@ -13,12 +13,13 @@ close to a known one that it is probably misspelt: then it is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -43,6 +44,7 @@ from rose_backend.config import (
 )
 from rose_backend.engine.request import PromptOptions
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import (
     MAX_ARGUMENTS_LENGTH,
@@ -64,7 +66,6 @@ _EMPTY: tuple[object, ...] = (None, [], {}, "")
 # Field of OpenAI's or vLLM's -> its neutral values.
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
@@ -84,7 +85,7 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
         (
             *("logit_bias", "suffix", "tools", "functions", "audio", "prediction", "web_search_options"),
             *("prompt_embeds", "allowed_token_ids", "bad_words", "logits_processors"),
-            *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+            *("logprob_token_ids", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
             *(
                 "mm_processor_kwargs",
@@ -167,6 +168,18 @@ def refused(field: str, reason: str) -> RequestError:
     return RequestError(f"{field}: {reason}", parameter=field)
 
 
+@contextlib.contextmanager
+def naming(field: str, instead_of: str = "prompt") -> Iterator[None]:
+    """Let refusals name ``field``, of which what they refuse was made."""
+    try:
+        yield
+    except RequestError as error:
+        own = str(error.parameter).partition(".")[0]
+        if own != instead_of or own == field:
+            raise
+        raise refused(field, str(error).removeprefix(f"{error.parameter}: ")) from error
+
+
 class Body(BaseModel):
     """Base of all bodies: no type conversions but those of ``Int`` and ``Float``.
 
@@ -189,6 +202,48 @@ class StreamOptions(BaseModel):
     """With ``include_usage``, send those of a completion in each of its events, too."""
 
 
+class JsonSchemaFormat(BaseModel):
+    """A schema and its name."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Without effect: answers are always held to the schema."""
+
+
+class ResponseFormat(BaseModel):
+    """What an answer is to be: any text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's way to say what an answer is to be; exactly one of the first five. See ``StructuredOutputsParams``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_schema: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are not null, as ``StructuredOutputsParams`` calls them."""
+        named = ((name.replace("json_schema", "json"), getattr(self, name)) for name in self.model_fields_set)
+        return {name: value for name, value in named if value is not None}
+
+
 class GenerationRequest(Body):
     """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
 
@@ -202,6 +257,7 @@ class GenerationRequest(Body):
     frequency_penalty: Float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Int | None = in_range("max_tokens")
+    response_format: ResponseFormat | None = None
 
     min_tokens: Int | None = in_range("min_tokens")
     top_k: Int | None = in_range("top_k")
@@ -222,6 +278,7 @@ class GenerationRequest(Body):
     """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
     return_tokens_as_token_ids: bool | None = None
     """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
@@ -254,7 +311,28 @@ class GenerationRequest(Body):
             raise refused(
                 "stream_options", "got options without stream, allowed with stream set to true only"
             )
+        given["structured_outputs"] = self._structured_outputs()
         return SamplingParams(**{**defaults, **given, **self._route_params()})
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that refusals of what the answer is to be name."""
+        wants_text = self.response_format is None or self.response_format.type == "text"
+        return "structured_outputs" if wants_text else "response_format"
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        given = {} if self.structured_outputs is None else self.structured_outputs.given()
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_object":
+            given["json_object"] = True
+        elif wanted is not None and wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                raise refused("response_format", "got json_schema without one, allowed is one with a schema")
+            given["json"] = wanted.json_schema.json_schema
+        elif self.structured_outputs is None:
+            return None
+        with naming(self.grammar_field, "structured_outputs"):
+            return StructuredOutputsParams(**given)
 
     def prompt_options(self, max_model_len: int, max_new_tokens: int | None = None) -> PromptOptions:
         """Return how prompts are read. An answer that a prompt leaves no room for is cut off there, as in vLLM.
