@@ -90,11 +90,6 @@ class EngineCore:
         self._build(loaded, output_handler or OutputHandler(self._outputs.put))
         weakref.finalize(self, self._output_thread.stop)  # in case close is never called
         self._requests: dict[str, Request] = {}
-        self.grammars = GrammarCompiler(
-            loaded.tokenizer, loaded.model.config.vocab_size, loaded.eos_token_ids
-        )
-        if not self._returns_outputs:
-            self.grammars.prepare()
         self._compiling: set[Request] = set()
         self._refused: list[tuple[str, RequestError]] = []
         # Of outputs, made in advance, while the device is busy: many requests may end at once. A stream needs its list
@@ -297,6 +292,10 @@ class EngineCore:
         )
         self._state = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
         self._runner = ModelRunner(loaded.model, config, self.manager, self._state, loaded.kv_cache)
+        vocab_size = loaded.model.config.vocab_size
+        self.grammars = GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids)
+        if not self._returns_outputs:
+            self.grammars.prepare()
         with self._workspace:
             self.start_up = warm_up(self._runner, loaded)
         self._output_thread = OutputThread(OutputProcessor(loaded.tokenizer), output_handler)

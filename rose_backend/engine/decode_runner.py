@@ -325,13 +325,12 @@ class SamplingExtras:
         self._mask_rows.copy_(to)
 
     def redraw_masked(self, buffers: DecodeBuffers, logits: torch.Tensor) -> torch.Tensor:
-        """Mask ``logits``, float32 ``[width, V]``, and draw again for rows with a mask; return them."""
+        """Mask ``logits``, float32 ``[width, V]``, and draw again, rows without a mask the same; return them."""
         width = len(logits)
-        mask_rows = self._mask_rows[:width]
-        mask_logits(logits, self._bitmask, mask_rows)
+        mask_logits(logits, self._bitmask, self._mask_rows[:width])
         params = buffers.sampling(width)
         drawn = self._sample(logits, replace(params, position=params.position - 1))
-        buffers.input_ids[:width].copy_(drawn.token_ids.where(mask_rows >= 0, buffers.input_ids[:width]))
+        buffers.input_ids[:width].copy_(drawn.token_ids)
         return logits
 
     def mask_first(self, logits: torch.Tensor, slots: Int32Array) -> None:

@@ -34,6 +34,9 @@ class Part(NamedTuple):
 class AnswerParser(ABC):
     """Parses one answer."""
 
+    ends_with_calls: bool = True
+    """Whether an answer with calls ends with the reason ``tool_calls``."""
+
     @abstractmethod
     def feed(self, text: str) -> list[Part]:
         """Return what more text has made certain."""
@@ -484,6 +487,39 @@ class MistralParser(ToolCallParser):
         self._is_list = False
 
 
+class RequiredCallsParser(MistralParser):
+    """``[{"name": ..., "parameters": ...}, ...]``, to which a grammar holds the answer."""
+
+    _ARGUMENTS = frozenset({"parameters"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_behind_mark = True
+
+
+class NamedCallParser(AnswerParser):
+    """All text is the arguments of one call, to which a grammar holds the answer.
+
+    Args:
+        name: of the function.
+    """
+
+    # As OpenAI's and vLLM's.
+    ends_with_calls = False
+
+    def __init__(self, name: str) -> None:
+        self._name: list[Part] = [Part("name", name)]
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text, and first the name."""
+        parts, self._name = self._name, []
+        return [*parts, Part("arguments", text)]
+
+    def end(self) -> list[Part]:
+        """Return nothing."""
+        return []
+
+
 class PlainParser(AnswerParser):
     """All text is content."""
 
@@ -508,6 +544,7 @@ class ReasoningParser(AnswerParser):
 
     def __init__(self, answer: AnswerParser) -> None:
         self._answer = answer
+        self.ends_with_calls = answer.ends_with_calls
         self._held = ""
         self._is_over = False
 

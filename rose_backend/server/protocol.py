@@ -448,9 +448,30 @@ class FunctionDefinition(BaseModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, for the chat template only: answers are not held to it."""
+    """JSON schema of the arguments; answers are held to it where they have to call a tool."""
     strict: bool | None = None
     """Handed to the chat template; with tools that the model chooses, vLLM does not hold answers to it either."""
+
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Return a copy of the outermost level of ``parameters``; without any, those of no argument."""
+        return dict(self.parameters or {"type": "object", "properties": {}})
+
+
+class NamedFunction(BaseModel):
+    """The function that the answer has to call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+
+
+class NamedToolChoice(BaseModel):
+    """A tool that the answer has to call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class Tool(BaseModel):
@@ -527,8 +548,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     logprobs: bool | None = None
     top_logprobs: Int | None = in_range("logprobs")
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    """Whether the model may call tools; auto if there are any."""
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    """Whether the model may call tools; auto if there are any. Those that it has to call come before what else the
+    answer is to be."""
     parallel_tool_calls: bool | None = None
     """False leaves out all calls but the first."""
     include_reasoning: bool | None = None
@@ -540,12 +562,50 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
 
     @property
     def parses_tool_calls(self) -> bool:
-        """Whether calls of tools are looked for in the answer."""
-        return bool(self.tools) and self.tool_choice != "none"
+        """Whether calls of tools are looked for in the answer, which may have some."""
+        return bool(self.tools) and self.tool_choice in ("auto", None)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that refusals of what the answer is to be name."""
+        return "tool_choice" if self._must_call else super().grammar_field
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto", None)
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        if not self._must_call:
+            return super()._structured_outputs()
+        with naming("tool_choice", "structured_outputs"):
+            return StructuredOutputsParams(json=self._schema_of_calls())
+
+    def _schema_of_calls(self) -> dict[str, Any]:
+        """Return the schema of the arguments of a named function, else of a list of calls; both are vLLM's."""
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            if name not in functions:
+                raise refused("tool_choice", f"got {name!r}, allowed is the name of one of the tools")
+            return functions[name].schema_of_arguments()
+        definitions: dict[str, Any] = {}
+        calls = []
+        for name, function in functions.items():
+            arguments = function.schema_of_arguments()
+            for own, schema in arguments.pop("$defs", {}).items():
+                if definitions.setdefault(own, schema) != schema:
+                    raise refused(
+                        "tools", f"got two schemas named {own!r} in $defs, allowed is one of a name"
+                    )
+            fields = {"name": {"enum": [name]}, "parameters": arguments}
+            calls.append({"type": "object", "properties": fields, "required": list(fields)})
+        most = {"maxItems": 1} if self.parallel_tool_calls is False else {}
+        return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
 
     def _route_params(self) -> dict[str, Any]:
-        if self.tool_choice == "auto" and not self.tools:
-            raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
+        if self.tool_choice not in ("none", None) and not self.tools:
+            shown = self.tool_choice if isinstance(self.tool_choice, str) else "a function"
+            raise refused("tool_choice", f"got {shown!r} without tools, allowed with tools only")
         if self.top_logprobs and not self.logprobs:
             raise refused(
                 "top_logprobs",

@@ -23,8 +23,10 @@ from rose_backend.server.answer_parsers import (
     END_OF_REASONING,
     MAKE_TOOL_CALL_PARSER,
     AnswerParser,
+    NamedCallParser,
     PlainParser,
     ReasoningParser,
+    RequiredCallsParser,
 )
 from rose_backend.server.answers import (
     MAKE_CALL_ID,
@@ -50,6 +52,7 @@ from rose_backend.server.protocol import (
     GenerationRequest,
     HealthAnswer,
     ModelList,
+    NamedToolChoice,
     StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
@@ -385,6 +388,10 @@ def parser_of(
     """
     settings = service.settings
     make: Callable[[], AnswerParser] | None = None
+    if isinstance(body.tool_choice, NamedToolChoice):
+        make = partial(NamedCallParser, body.tool_choice.function.name)
+    elif body.tool_choice == "required":
+        make = RequiredCallsParser
     if body.parses_tool_calls:
         if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
             raise refused(

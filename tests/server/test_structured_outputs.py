@@ -82,3 +82,49 @@ def test_masks_begin_behind_reasoning(server: LiveServer, monkeypatch: pytest.Mo
     assert after_reasoning(wanted, body, processor) == StructuredOutputsParams(
         json_object=True, begins_after=77
     )
+
+
+PLACE = {"$defs": {"place": {"enum": ["here", "there"]}}, "type": "object", "required": ["where"]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": PLACE | {"properties": {"where": {"$ref": "#/$defs/place"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "wait"}},
+]
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}], ids=["calls", "call"])
+def test_answers_that_have_to_call_a_tool(server: LiveServer, choice: Any, fields: dict[str, Any]) -> None:
+    path, names = "/v1/chat/completions", set()
+    messages = [{"role": "user", "content": "Where?"}]
+    asked = {"messages": messages, "tools": TOOLS, "tool_choice": choice, "max_tokens": 120, **fields}
+    # Or it would write white space between the parts.
+    asked |= {"frequency_penalty": 2.0}
+    for seed in range(3):
+        answer = server.post(path, {**asked, "seed": seed})
+        assert answer.status_code == 200, answer.text
+        (whole,) = answer.json()["choices"]
+        events = stream(server, path, **asked, seed=seed)
+        deltas = [each["delta"] for event in events for each in event["choices"]]
+        new = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        calls = [each["function"] for each in whole["message"]["tool_calls"]]
+        for index, call in enumerate(calls):
+            functions = [each["function"] for each in new if each["index"] == index]
+            assert "".join(each.get("name") or "" for each in functions) == call["name"]
+            assert "".join(each["arguments"] for each in functions) == call["arguments"]
+        if whole["finish_reason"] == "length":
+            continue
+        assert whole["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+        assert not whole["message"]["content"] and len(calls) >= 1
+        assert len(calls) == 1 or not fields
+        for call in calls:
+            names.add(call["name"])
+            arguments = json.loads(call["arguments"])
+            assert arguments in ([{}] if call["name"] == "wait" else [{"where": "here"}, {"where": "there"}])
+    assert names and names <= ({"find", "wait"} if choice == "required" else {"find"})
