@@ -294,10 +294,11 @@ class EngineCore:
         self._runner = ModelRunner(loaded.model, config, self.manager, self._state, loaded.kv_cache)
         vocab_size = loaded.model.config.vocab_size
         self.grammars = GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids)
-        if not self._returns_outputs:
-            self.grammars.prepare()
+        preparation = None if self._returns_outputs else self.grammars.prepare()
         with self._workspace:
             self.start_up = warm_up(self._runner, loaded)
+        if preparation is not None:
+            preparation.exception()  # waits; the first request with a grammar is told
         self._output_thread = OutputThread(OutputProcessor(loaded.tokenizer), output_handler)
         incremental_detokenization = IncrementalDetokenization(self._state, self._output_thread.post)
         commits = DeferredCommits(self.manager, self._state, incremental_detokenization.put)

@@ -526,7 +526,7 @@ class DecodeRunner:
     def warm_up(self, widths: tuple[int, ...]) -> None:
         """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
         for width in show_progress("preparing decode steps", widths[::-1]):
-            self._graphs.run(width, (0, 1, 2))
+            self._graphs.run(width, num_parts=3)
         self.buffers.reset()
 
     @torch.inference_mode()
@@ -566,7 +566,7 @@ class DecodeRunner:
         """
         has_masks, has_report = len(self._masked[0]) > 0, self.needs_sampling_extras
         parts = (0, *((1,) if has_masks else ()), *((2,) if has_report else ()))
-        self._graphs.run(self._width, parts, self._upload_masks if has_masks else None)
+        self._graphs.run_parts(self._width, parts, self._upload_masks if has_masks else None)
         step, self._num_steps = self._num_steps, self._num_steps + 1
         if len(parts) > 1:
             self.extras.collect(self.buffers, step, self._width, has_report=has_report)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.errors import RequestError
+from rose_backend.errors import RequestError, kind_and_text
 
 _MAX_CACHED = 32
 """Compiled grammars that are kept for later requests; the largest take some MiB."""
@@ -106,9 +106,9 @@ class GrammarCompiler:
         self._cache_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="rose-grammars")
 
-    def prepare(self) -> None:
+    def prepare(self) -> Future[Any]:
         """Begin to index the vocabulary, which would stop streams for some tenths of a second later."""
-        self._threads.submit(self._prepared)
+        return self._threads.submit(self._prepared)
 
     def start(self, params: SamplingParams, done: Callable[[Grammar | RequestError], None]) -> None:
         """Compile in a thread, which calls ``done``."""
@@ -118,6 +118,8 @@ class GrammarCompiler:
                 outcome: Grammar | RequestError = self.compile(params)
             except RequestError as error:
                 outcome = error
+            except BaseException as error:  # panics of llguidance are no Exception, and the request waits
+                outcome = RequestError(f"{_field(params)}: {kind_and_text(error)}", parameter=_field(params))
             done(outcome)
 
         self._threads.submit(compile_one)
@@ -154,8 +156,8 @@ class GrammarCompiler:
             raise RequestError(
                 f"{field}: got one for a model without an end token, allowed is none", parameter=field
             )
-        tokens = self._prepared()
         try:
+            tokens = self._prepared()
             text = structured.lark_grammar()
             limits = LLParserLimits(
                 max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False

@@ -16,6 +16,8 @@ MAX_GRAMMAR_LENGTH = 65_536
 """Characters of a schema, an expression, a grammar, or all choices together."""
 MAX_SCHEMA_DEPTH = 64
 """Levels of lists and objects in a schema."""
+MAX_SCHEMA_VALUES = 16_384
+"""In it: looking at each takes a microsecond."""
 MAX_SCHEMA_COUNT = 10_000
 """Of items and properties that a schema asks for: beyond, compiling some schemas takes seconds and gigabytes."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -144,8 +146,8 @@ def _checked_schema(value: object) -> str:
     while waiting:
         part, depth = waiting.pop()
         num_values += len(part)
-        if depth > MAX_SCHEMA_DEPTH or num_values > MAX_GRAMMAR_LENGTH:
-            most = f"{MAX_SCHEMA_DEPTH} levels and {MAX_GRAMMAR_LENGTH} characters"
+        if depth > MAX_SCHEMA_DEPTH or num_values > MAX_SCHEMA_VALUES:
+            most = f"{MAX_SCHEMA_DEPTH} levels and {MAX_SCHEMA_VALUES} values"
             raise _refusal("json", "more of one", f"a schema of at most {most}")
         for name in _COUNTS:
             count = part.get(name) if isinstance(part, Mapping) else None

@@ -60,10 +60,14 @@ class CapturedGraphs(Generic[Size]):
         """Give all graphs back: what is run from now on is computed directly."""
         self._graphs.clear()
 
-    def run(
-        self, size: Size, parts: Sequence[int] = (0,), after_first: Callable[[], None] | None = None
+    def run(self, size: Size, num_parts: int = 1) -> None:
+        """Do the first ``num_parts`` parts of the work for ``size``."""
+        self.run_parts(size, range(num_parts))
+
+    def run_parts(
+        self, size: Size, parts: Sequence[int], after_first: Callable[[], None] | None = None
     ) -> None:
-        """Do parts of the work for ``size``.
+        """Do some parts of the work for ``size``.
 
         Args:
             parts: rising, from 0 on.

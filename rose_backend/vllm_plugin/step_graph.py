@@ -954,7 +954,7 @@ class StepGraphs:
 
     def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
         has_report = batch.num_logprobs is not None
-        self._ends.run((end, batch.num_rows_of_end), (0, 1) if has_report else (0,))
+        self._ends.run((end, batch.num_rows_of_end), 2 if has_report else 1)
         self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
         STEPS.count_rose()
         if batch.draws:

@@ -228,6 +228,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "schema too large",
     ),
+    "many values": ({"json": {"enum": [0] * 16_384}}, "at most 64 levels and 16384 values"),
     "structural tag": ({"structural_tag": "{}"}, "structured_outputs.structural_tag: .* not supported"),
     "whitespace": (
         {"json": {}, "whitespace_pattern": " "},
@@ -235,7 +236,10 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no object": ({"json_object": False}, "structured_outputs.json_object: got False"),
 }
-UNUSABLE["deep schema"] = {"json": json.loads('{"items":' * 65 + "{}" + "}" * 65)}, "at most 64 levels"
+UNUSABLE["deep schema"] = (
+    {"json": json.loads('{"items":' * 65 + "{}" + "}" * 65)},
+    "at most 64 levels and 16384 values",
+)
 
 
 @pytest.mark.parametrize("name", list(UNUSABLE))
@@ -360,6 +364,24 @@ def test_others_go_on_while_a_grammar_is_compiled(streams: Streams, monkeypatch:
     assert streams.finished["gone"].outputs[0].finish_reason == "abort"
     streams.run_until(lambda: not streams.core.num_unfinished)
     assert not streams.core.num_waiting
+
+
+class Panic(BaseException):
+    """As those of llguidance, no ``Exception``."""
+
+
+@pytest.mark.parametrize("failing", ["_index", "compile"])
+def test_a_failure_of_the_library_is_a_refusal(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise Panic("spoilt") if failing == "compile" else ZeroDivisionError("spoilt")
+
+    streams.core.grammars._tokens = None
+    monkeypatch.setattr(GrammarCompiler, failing, fail)
+    streams.add(bad=structured("choice"))
+    streams.run_until(lambda: bool(streams.refused))
+    assert "spoilt" in str(streams.refused["bad"]) and not streams.core.num_unfinished
 
 
 def allowed_after(llm: LLM, text: str, wanted: StructuredOutputsParams) -> set[str]:

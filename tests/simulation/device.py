@@ -295,7 +295,7 @@ class SimulatedDecoder(DecodeRunner):
         extras = SimpleNamespace(is_in_use=False, is_needed=lambda slots: False)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
             super().__init__(lambda *_: None, extras, manager, state, device, widths)
-        self._graphs = SimpleNamespace(run=self._queue)
+        self._graphs = SimpleNamespace(run_parts=self._queue)
         self._step_of: tuple[list[Answer], Any, Any] = ([], None, None)
 
     def _place(self, slots: Any) -> Any:
