@@ -161,7 +161,7 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
 
     def replay() -> None:
         for _ in range(num_replays):
-            decoder._graphs.run(width, 2 if decoder.needs_sampling_extras else 1)
+            decoder._graphs.run_parts(width, (0, 2) if decoder.needs_sampling_extras else (0,))
         wait()
 
     times = []

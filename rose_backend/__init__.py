@@ -14,10 +14,19 @@ if TYPE_CHECKING:
     from rose_backend.engine.llm import LLM
     from rose_backend.engine.outputs import CompletionOutput, RequestOutput
     from rose_backend.engine.sampling_params import SamplingParams
+    from rose_backend.engine.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOME_OF = {
     "AsyncEngine": "rose_backend.engine.async_engine",
@@ -26,6 +35,7 @@ _HOME_OF = {
     "LLM": "rose_backend.engine.llm",
     "RequestOutput": "rose_backend.engine.outputs",
     "SamplingParams": "rose_backend.engine.sampling_params",
+    "StructuredOutputsParams": "rose_backend.engine.structured_outputs",
 }
 
 

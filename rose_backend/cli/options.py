@@ -76,6 +76,7 @@ _SAMPLING_HELP = {
     "include_stop_str_in_output": "keep the stop string at the end of the text",
     "logprobs": "log-probabilities of this many most likely tokens (in the output file)",
     "skip_special_tokens": "leave special tokens out of the text",
+    "structured_outputs": 'what the text is to be, such as \'{"choice": ["red", "white"]}\'',
 }
 
 
@@ -84,6 +85,13 @@ def _int_or_none(text: str) -> int | None:
 
 
 _int_or_none.__name__ = "int"  # argparse puts the name into its error message
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+_json.__name__ = "JSON"
 
 # How argparse reads fields that are neither numbers nor switches.
 _ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -98,6 +106,7 @@ _SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
     "bad_words": {"action": "append", "metavar": "TEXT"},
     "stop": {"action": "append", "metavar": "TEXT"},
     "stop_token_ids": {"action": "append", "type": int, "metavar": "ID"},
+    "structured_outputs": {"type": _json, "metavar": "JSON"},
 }
 _PREFIX = "sampling_"
 

@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
+from rose_backend.engine.grammars import Grammar, GrammarCompiler
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.output_thread import (
     Abort,
@@ -88,6 +90,8 @@ class EngineCore:
         self._build(loaded, output_handler or OutputHandler(self._outputs.put))
         weakref.finalize(self, self._output_thread.stop)  # in case close is never called
         self._requests: dict[str, Request] = {}
+        self._compiling: set[Request] = set()
+        self._refused: list[tuple[str, RequestError]] = []
         # Of outputs, made in advance, while the device is busy: many requests may end at once. A stream needs its list
         # with the first token.
         self._without_prompt_list: deque[Request] = deque()
@@ -98,8 +102,8 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no request slot yet, preempted ones included."""
-        return len(self._scheduler.waiting)
+        """Requests that have no request slot yet, preempted ones and those whose grammar is compiled included."""
+        return len(self._scheduler.waiting) + len(self._compiling)
 
     @property
     def num_unfinished(self) -> int:
@@ -109,7 +113,8 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """False while ``step`` would do nothing until there are requests or a report of the output thread."""
-        return self._output_thread.has_report or (bool(self._requests) and not self._is_stalled)
+        has_news = self._output_thread.has_report or bool(self._refused)
+        return has_news or (bool(self._requests) and not self._is_stalled)
 
     @property
     def is_alive(self) -> bool:
@@ -157,11 +162,15 @@ class EngineCore:
 
         Raises:
             QueueFullError: the queue is full (max_queue_size); nothing has changed.
-            RequestError: another unfinished request has the same id; nothing has changed.
+            RequestError: another unfinished request has the same id, or its grammar is not valid, if ``step`` returns
+                outputs; nothing has changed.
             EngineDeadError: the engine has failed before.
         """
         self._check_alive()
         self.check_queue()
+        has_grammar = request.params.structured_outputs is not None
+        if has_grammar and self._returns_outputs:
+            request.use_grammar(self.grammars.compile(request.params))
         if request.request_id in self._requests:
             self._guarded(self._take_report)
         check_request_id(request.request_id, self._requests)
@@ -169,7 +178,11 @@ class EngineCore:
         if not request.is_streaming:
             self._without_prompt_list.append(request)
         self._is_stalled = False
-        self._scheduler.waiting.append(request.completions[0])
+        if has_grammar and not self._returns_outputs:
+            self._compiling.add(request)
+            self.grammars.start(request.params, partial(self._output_thread.report_compiled, request))
+        else:
+            self._scheduler.waiting.append(request.completions[0])
 
     def end(self, request_id: str) -> bool:
         """End a request and free all it holds; its last output comes like any other. False for an unknown id."""
@@ -182,6 +195,7 @@ class EngineCore:
             if not completion.has_ended and completion in self._scheduler.waiting:
                 self._scheduler.waiting.remove(completion)
             completion.has_ended = True
+        self._compiling.discard(request)
         self._reader.forget(completions)
         slots = [completion.slot for completion in completions if completion.slot >= 0]
         if slots:
@@ -208,12 +222,13 @@ class EngineCore:
         """Process ``commands`` in order, and empty the queue.
 
         Returns:
-            The id and error of each refused request: a preemption may have filled the queue since it was submitted.
+            The id and error of each refused request: a preemption may have filled the queue since it was submitted, or
+            a grammar is not valid.
 
         Raises:
             EngineDeadError: the engine has failed before.
         """
-        refused: list[tuple[str, RequestError]] = []
+        refused, self._refused = self._refused, []
         while commands:
             command = commands.popleft()
             if isinstance(command, str):
@@ -249,6 +264,7 @@ class EngineCore:
     def close(self) -> None:
         """End the output thread; nothing is served after that. Outputs that are not made yet are lost."""
         self._failure = self._failure or EngineDeadError("it was closed")
+        self.grammars.close()
         self._output_thread.stop()
         self._output_thread.join()
 
@@ -276,8 +292,13 @@ class EngineCore:
         )
         self._state = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
         self._runner = ModelRunner(loaded.model, config, self.manager, self._state, loaded.kv_cache)
+        vocab_size = loaded.model.config.vocab_size
+        self.grammars = GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids)
+        preparation = None if self._returns_outputs else self.grammars.prepare()
         with self._workspace:
             self.start_up = warm_up(self._runner, loaded)
+        if preparation is not None:
+            preparation.exception()  # waits; the first request with a grammar is told
         self._output_thread = OutputThread(OutputProcessor(loaded.tokenizer), output_handler)
         incremental_detokenization = IncrementalDetokenization(self._state, self._output_thread.post)
         commits = DeferredCommits(self.manager, self._state, incremental_detokenization.put)
@@ -352,6 +373,9 @@ class EngineCore:
         """Handle request slots whose logits allowed no token: requests with the same prompt compute it again."""
         self._commits.flush(slots)
         for slot in slots.tolist():
+            if (grammar := self._state.completion(slot).grammar) is not None and grammar.error is not None:
+                logger.warning("%s", grammar.error)
+                continue
             num_blocks = -(-int(self.manager.num_computed_tokens[slot]) // self.config.block_size)
             self.manager.uncache(self.manager.block_table[slot, :num_blocks])
             self._num_failed_completions += 1
@@ -367,10 +391,23 @@ class EngineCore:
         if not self._output_thread.has_report:  # in most steps
             return
         report = self._output_thread.take()
-        self._is_stalled &= not report.stop_checks
+        self._is_stalled &= not report.stop_checks and not report.compiled
+        for request, outcome in report.compiled:
+            self._take_compiled(request, outcome)
         self._reader.apply_stop_checks(report.stop_checks)
         if not self._returns_outputs:
             self._forget(report.finished)
+
+    def _take_compiled(self, request: Request, outcome: Grammar | RequestError) -> None:
+        if request not in self._compiling:  # aborted meanwhile
+            return
+        self._compiling.remove(request)
+        if isinstance(outcome, RequestError):
+            self._refused.append((request.request_id, outcome))
+            self._forget([request.request_id])
+            return
+        request.use_grammar(outcome)
+        self._scheduler.waiting.append(request.completions[0])
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

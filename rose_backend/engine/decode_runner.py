@@ -3,8 +3,11 @@
 ``DecodeRows`` says which request slot is in which row of the decode batch, ``DecodeBuffers`` holds what all rows need
 on the device, and ``DecodeRunner`` starts steps over them. ``SamplingExtras`` is for draws that need more than logits
 and a few numbers of their request: logits processors, penalties, log-probabilities. A decode step draws for every row
-without any of these. Where a request needs one, a second part draws again from the same logits and replaces the tokens
+without any of these. Where a request needs one, another part draws again from the same logits and replaces the tokens
 of such requests. Other steps pay nothing, and run-ahead is the same for all.
+
+Requests with a grammar have a part of their own before that one, which masks their logits. It needs the tokens of the
+steps before on the CPU: the host waits for them, and fills the masks, while the device computes the layers.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import MAX_LOGPROBS
+from rose_backend.engine.grammars import GrammarMasks
 from rose_backend.engine.logits_processors import ProcessorTables
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
@@ -27,6 +31,7 @@ from rose_backend.kernels import SampleOutput, SamplingTensors
 from rose_backend.kernels.captured_graphs import CapturedGraphs, Fields, Inputs, SizedGraphs, size_for, upload
 from rose_backend.kernels.decode_step.ops import advance_rows
 from rose_backend.kernels.gpu_properties import is_recording
+from rose_backend.kernels.sampling.ops import mask_logits
 
 Int64Array = NDArray[np.int64]
 NO_ROW = -1
@@ -275,6 +280,12 @@ class SamplingExtras:
         self.is_in_use = False
         """Whether some row has a slot with sampling extras; if not, ``write_rows`` is needed for such slots only."""
         self._row_needs_extras: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.masks = GrammarMasks(vocab_size)
+        """Of slots with a grammar."""
+        self.tokens_ahead: Callable[[Slots], list[list[int]]] = lambda slots: [[] for _ in slots]
+        """Waits for the steps in flight that draw for some slots, and returns what each has drawn there, in order."""
+        self._bitmask = torch.zeros((num_slots, self.masks.num_words), dtype=torch.int32, device=device)
+        self._mask_rows = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
 
     def is_needed(self, slots: Slots) -> bool:
         """Whether a step over ``slots``, some of which may need it (``needs_sampling_extras``), has to draw again."""
@@ -303,6 +314,41 @@ class SamplingExtras:
         to, new_words = upload(self._device, rows, words)
         self._words.index_copy_(1, to, new_words)
 
+    def upload_masks(self, slots: Int32Array, rows: NDArray[np.int64]) -> None:
+        """Fill the masks of ``slots``, ``[N]``, which are in ``rows`` of the next ``redraw_masked``."""
+        mask_rows = np.full(len(self._mask_rows), -1, np.int32)
+        mask_rows[rows] = np.arange(len(rows))
+        bitmask, to = upload(self._device, self._fill_masks(slots), mask_rows)
+        self._bitmask[: len(bitmask)].copy_(bitmask)
+        self._mask_rows.copy_(to)
+
+    def redraw_masked(self, buffers: DecodeBuffers, logits: torch.Tensor) -> torch.Tensor:
+        """Mask ``logits``, float32 ``[width, V]``, and draw again, rows without a mask the same; return them."""
+        width = len(logits)
+        mask_logits(logits, self._bitmask, self._mask_rows[:width])
+        params = buffers.sampling(width)
+        drawn = self._sample(logits, replace(params, position=params.position - 1))
+        buffers.input_ids[:width].copy_(drawn.token_ids)
+        return logits
+
+    def mask_first(self, logits: torch.Tensor, slots: Int32Array) -> None:
+        """Mask ``logits``, float32 ``[S, V]``, from which the next token of each of ``slots`` is drawn, in place."""
+        masked = np.flatnonzero(self._state.has_grammar[slots])
+        mask_rows = np.full(len(slots), -1, np.int32)
+        mask_rows[masked] = np.arange(len(masked))
+        mask_logits(logits, *upload(self._device, self._fill_masks(slots[masked]), mask_rows))
+
+    def _fill_masks(self, slots: Int32Array) -> NDArray[np.int32]:
+        state, grammars, news = self._state, [], []
+        for slot, drawn in zip(slots.tolist(), self.tokens_ahead(slots), strict=True):
+            grammar = state.completion(slot).grammar
+            assert grammar is not None, f"request slot {slot} has no grammar"
+            first, num_known = state.num_prompt_tokens[slot] + grammar.num_tokens, state.num_tokens[slot]
+            known = state.token_ids[slot, first:num_known].tolist()
+            grammars.append(grammar)
+            news.append(known + drawn[max(first - num_known, 0) :])
+        return self.masks.fill(grammars, news)
+
     def redraw(self, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
         """Draw again from ``logits``, float32 ``[width, V]``, after a step that has drawn from them and advanced."""
         width = len(logits)
@@ -314,11 +360,12 @@ class SamplingExtras:
         self._note(slots, entries, params.position, token_ids, self._uses_penalties[:width])
         self._report[:width].copy_(pack_logprobs(logits, drawn))
 
-    def collect(self, buffers: DecodeBuffers, step: int, width: int) -> None:
-        """Send the outcome of ``redraw`` to the host; it is there when what was enqueued so far has run."""
+    def collect(self, buffers: DecodeBuffers, step: int, width: int, *, has_report: bool) -> None:
+        """Send what was drawn again to the host; it is there when what was enqueued so far has run."""
         where = step % HISTORY_STEPS
         buffers.history[where, :width].copy_(buffers.input_ids[:width], non_blocking=True)
-        self._reports[where, :width].copy_(self._report[:width], non_blocking=True)
+        if has_report:
+            self._reports[where, :width].copy_(self._report[:width], non_blocking=True)
 
     def report(self, step: int, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what a step reported, see ``LogprobWords``. The caller has waited."""
@@ -468,10 +515,12 @@ class DecodeRunner:
         self._state = state
         self._rows = DecodeRows(state)
         self._first_token_of_slot: Int64Array = np.full(self.num_rows, NO_ROW, np.int64)
-        # The second part, for sampling extras, is a separate graph and reads the logits of the first.
-        self._graphs = CapturedGraphs[int](self._step, self._redraw)
+        # The other parts, for masks and for sampling extras, are separate graphs and read the logits of the first.
+        self._graphs = CapturedGraphs[int](self._step, self._redraw_masked, self._redraw)
         self.needs_sampling_extras = False
-        """Whether the last step drew again for some slots."""
+        """Whether the last step drew again for some slots with sampling extras."""
+        self._masked: tuple[Int32Array, Int64Array] = (np.empty(0, np.int32), np.empty(0, np.int64))
+        # Slots with a grammar in the last step, and their rows.
         self._num_steps = 0
         self._width = 0
         self._history = self.buffers.history.numpy()
@@ -480,7 +529,7 @@ class DecodeRunner:
     def warm_up(self, widths: tuple[int, ...]) -> None:
         """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
         for width in show_progress("preparing decode steps", widths[::-1]):
-            self._graphs.run(width, num_parts=2)
+            self._graphs.run(width, num_parts=3)
         self.buffers.reset()
 
     @torch.inference_mode()
@@ -506,6 +555,8 @@ class DecodeRunner:
             slots
         )
         rows = self._place(slots)
+        masked = np.flatnonzero(self._state.has_grammar[slots])
+        self._masked = slots[masked], rows[masked]
         step = self.enqueue_again()
         self.forget_first_tokens()
         return step, rows
@@ -516,10 +567,12 @@ class DecodeRunner:
         Returns:
             The step's number.
         """
-        self._graphs.run(self._width, 2 if self.needs_sampling_extras else 1)
+        has_masks, has_report = len(self._masked[0]) > 0, self.needs_sampling_extras
+        parts = (0, *((1,) if has_masks else ()), *((2,) if has_report else ()))
+        self._graphs.run_parts(self._width, parts, self._upload_masks if has_masks else None)
         step, self._num_steps = self._num_steps, self._num_steps + 1
-        if self.needs_sampling_extras:
-            self.extras.collect(self.buffers, step, self._width)
+        if len(parts) > 1:
+            self.extras.collect(self.buffers, step, self._width, has_report=has_report)
         return step
 
     def tokens(self, step: int, rows: Int64Array) -> Int64Array:
@@ -576,6 +629,13 @@ class DecodeRunner:
         token_ids, logits = self._compute(self.buffers, width)
         self.buffers.advance(token_ids)
         return logits
+
+    @torch.inference_mode()
+    def _upload_masks(self) -> None:
+        self.extras.upload_masks(*self._masked)
+
+    def _redraw_masked(self, width: int, logits: torch.Tensor) -> torch.Tensor:
+        return self.extras.redraw_masked(self.buffers, logits)
 
     def _redraw(self, width: int, logits: torch.Tensor) -> None:
         self.extras.redraw(self.buffers, logits)

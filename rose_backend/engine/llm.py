@@ -155,7 +155,11 @@ class LLM(AbstractContextManager["LLM"]):
                 f"sampling_params: got {len(params_list)} for {len(prompts)} prompts, allowed are one, or one for each",
                 parameter="sampling_params",
             )
-        return self.core.input_processor.process_all(prompts, params_list)
+        checked = self.core.input_processor.process_all(prompts, params_list)
+        for params in {id(each.params): each.params for each in checked}.values():
+            if params.structured_outputs is not None:
+                self.core.grammars.compile(params)
+        return checked
 
     def _run(
         self, checked: list[ProcessedInput], *, is_streaming: bool

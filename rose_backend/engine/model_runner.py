@@ -356,6 +356,10 @@ class ModelRunner:
         sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_rows)
         return SizedGraphs(self._draw_first, fields, sizes, self._device)
 
+    def follow_tokens(self, tokens_ahead: Callable[[Int32Array], list[list[int]]]) -> None:
+        """Say where masks learn what steps in flight draw; see ``SamplingExtras.tokens_ahead``."""
+        self._extras.tokens_ahead = tokens_ahead
+
     def can_overlap(self, num_decodes: int, num_tokens: int, num_prompts: int) -> bool:
         """Return whether a pass over prompts can run beside decode steps: only captured kernels have a priority."""
         return (
@@ -406,12 +410,16 @@ class ModelRunner:
         """
         state, first_tokens = self._state, self.decoder.take_first_tokens(slots)
         needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[slots]))
-        draws = self.first_draws if hidden.is_captured and not needs_sampling_extras else None
+        has_masks = bool(np.count_nonzero(state.has_grammar[slots]))
+        is_plain = not needs_sampling_extras and not has_masks
+        draws = self.first_draws if hidden.is_captured and is_plain else None
         if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(slots)):
             return Drawn(download(first_tokens), None)
         logits = self._model.compute_logits(hidden.states[upload(self._device, due)[0]])
         if len(slots) != len(due):
             logits = logits[upload(self._device, sources)[0]]
+        if has_masks:
+            self._extras.mask_first(logits, slots)
         params = self._sampling_tensors(slots)
         drawn = (
             self._extras.draw(logits, params, slots)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.block_manager.sequence_table import concatenate_ranges
+from rose_backend.engine.grammars import Grammar
 from rose_backend.engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -37,6 +38,7 @@ from rose_backend.engine.tokenizer import (
     TokenTexts,
     text_of,
 )
+from rose_backend.errors import RequestError
 
 LogprobWords = NDArray[np.float32]
 """``[S, 2 + 2K]``, of the rows sampled in a step: log-probability and rank of the sampled token (1 = most likely), then
@@ -66,7 +68,8 @@ class Ending(NamedTuple):
     """How the step loop ended a completion. A stop string in its last token takes precedence."""
 
     reason: FinishReason
-    stop_token: int | None
+    stop_reason: int | str | None
+    """The stop token, or why a grammar could not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ class OutputProcessor:
             text.cumulative_logprob += entry[token_id].logprob
         ending = message.endings.get(completion)
         if ending is not None:
-            text.finish_reason, text.stop_reason = ending.reason, ending.stop_token
+            text.finish_reason, text.stop_reason = ending
         if text.stream is not None:
             self._extend_text(completion, text.stream)
         if text.is_finished:
@@ -377,6 +380,8 @@ class OutputReport:
     stop_checks: dict[Completion, StopCheck] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     """Requests whose last output has been delivered."""
+    compiled: list[tuple[Request, Grammar | RequestError]] = field(default_factory=list)
+    """Requests that waited for their grammar; another thread reports them."""
 
 
 class OutputThread:
@@ -407,7 +412,8 @@ class OutputThread:
     @property
     def has_report(self) -> bool:
         """Whether ``take`` would return a report or raise."""
-        return bool(self._report.stop_checks or self._report.finished or self.failure)
+        report = self._report
+        return bool(report.stop_checks or report.finished or report.compiled or self.failure)
 
     def post(self, message: Message, *, is_urgent: bool = False) -> None:
         """Queue a message; returns at once. An urgent one is processed during a back-off, too."""
@@ -426,6 +432,12 @@ class OutputThread:
                 raise self.failure
             report, self._report = self._report, OutputReport()
         return report
+
+    def report_compiled(self, request: Request, outcome: Grammar | RequestError) -> None:
+        """Let the step loop know what became of a request's grammar; from any thread."""
+        with self._handler.changed:
+            self._report.compiled.append((request, outcome))
+            self._handler.changed.notify_all()
 
     def wait(self) -> None:
         """Wait for a report."""

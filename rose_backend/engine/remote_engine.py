@@ -32,6 +32,7 @@ from rose_backend.engine.outputs import CompletionOutput, Counters, RequestOutpu
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.structured_outputs import MAX_GRAMMAR_LENGTH
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
@@ -171,8 +172,9 @@ _COUNTERS_TIMEOUT_S = 1.0
 _MAX_COUNTER_WAITERS = 64
 _MAX_UNREAD_BYTES = 256 << 20
 """Memory of requests that the engine process has not read; others wait until it has."""
-_BYTES_PER_REQUEST, _BYTES_PER_TOKEN = 8 << 10, 48
-"""Memory that a request takes in this process: tasks and outputs; and its token ids as an array, a list, a message."""
+_BYTES_PER_REQUEST, _BYTES_PER_TOKEN, _BYTES_PER_GRAMMAR = 8 << 10, 48, 4 * MAX_GRAMMAR_LENGTH
+"""Memory that a request takes in this process: tasks and outputs; its token ids as an array, a list, a message; and its
+grammar's text, which each message holds."""
 
 
 class RemoteEngine(EngineClient):
@@ -268,6 +270,8 @@ class RemoteEngine(EngineClient):
         self._register(stream)
         number, text, ids, params, namespace, words = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
+        if params.structured_outputs is not None:
+            self._num_sent_bytes += _BYTES_PER_GRAMMAR
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
         self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words))
 

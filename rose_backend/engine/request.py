@@ -25,6 +25,7 @@ from rose_backend.config import (
     MAX_CACHE_SALT_LENGTH,
     EngineConfig,
 )
+from rose_backend.engine.grammars import Grammar
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.sampling_params import SamplingParams
@@ -109,6 +110,8 @@ class Completion:
     """No further step computes anything for it."""
     num_sent_tokens: int = 0
     """Tokens sent to the output thread, counted where there are stop strings."""
+    grammar: Grammar | None = None
+    """What its text may become; None for anything."""
 
     @property
     def needs_each_token(self) -> bool:
@@ -140,6 +143,8 @@ class Request:
     is_aborted: bool = False
     has_output: bool = False
     """Its caller has been given an output. For the output thread."""
+    grammar: Grammar | None = None
+    """Of each of its completions, which get copies."""
     _prompt_list: list[int] | None = None
 
     @property
@@ -154,6 +159,11 @@ class Request:
             if completion.text.finish_reason is None:
                 return False
         return True
+
+    def use_grammar(self, grammar: Grammar) -> None:
+        """Let the text of each completion follow ``grammar``; before the first of them runs."""
+        self.grammar = grammar
+        self.completions[0].grammar = grammar.copy()
 
     def prompt_list(self) -> list[int]:
         """Return the prompt's tokens as outputs have them; made at the first call, in any thread."""
@@ -339,6 +349,7 @@ class InputProcessor:
             seed=(base_seed + index) & _SEED_MASK,
             token_ids=request.prompt_token_ids,
             text=CompletionText(stream, logprobs, bytearray(unfinished)),
+            grammar=None if request.grammar is None else request.grammar.copy(),
         )
 
     def _decoder(self, params: SamplingParams) -> Decoder:

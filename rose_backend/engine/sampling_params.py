@@ -21,6 +21,7 @@ from rose_backend.config import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError, nearest_name_hint
 
 GREEDY_TEMPERATURE = 1e-5
@@ -110,6 +111,8 @@ class SamplingParams:
     """Report each token's log-probability and this many of the most likely tokens; None reports none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """JSON, a match of an expression, a choice or a text of a grammar: nothing else can be drawn, then an end token."""
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -123,6 +126,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true and false")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise _refusal("structured_outputs", self.structured_outputs, "StructuredOutputsParams and None")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], *, source: str) -> SamplingParams:
@@ -143,7 +148,10 @@ class SamplingParams:
                     f"{source}: unknown sampling option {name!r}{hint} (valid: {', '.join(valid)})",
                     parameter=name,
                 )
-        return cls(**dict(options))
+        given = dict(options)
+        if isinstance(given.get("structured_outputs"), Mapping):
+            given["structured_outputs"] = StructuredOutputsParams.from_mapping(given["structured_outputs"])
+        return cls(**given)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

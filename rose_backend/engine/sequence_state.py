@@ -95,6 +95,8 @@ class SequenceState:
         self.needs_sampling_extras = np.zeros(max_num_seqs, np.bool_)
         """Slots with a processor's entry, penalties or logprobs: see ``SamplingExtras``."""
 
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        """Slots whose draws are masked."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.needs_each_token = np.zeros(max_num_seqs, np.bool_)
@@ -134,6 +136,7 @@ class SequenceState:
         has_entry = params.has_processors or bool(self.stops_before_min_tokens(completion))
         self.has_processor_entry[slot] = has_entry
         self.needs_sampling_extras[slot] = has_entry or params.has_penalties or params.logprobs is not None
+        self.has_grammar[slot] = completion.grammar is not None
         self.stops_at_eos[slot] = not params.ignore_eos
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.needs_each_token[slot] = completion.needs_each_token
@@ -146,9 +149,12 @@ class SequenceState:
         self.version += 1
 
     def stops_before_min_tokens(self, completion: Completion) -> list[int]:
-        """Return the tokens that would end a completion and are not drawn before its ``min_tokens``."""
+        """Return the tokens that would end a completion and are not drawn before its ``min_tokens``.
+
+        None with a grammar: its masks leave them out, unless the text can only end.
+        """
         params = completion.request.params
-        if not params.min_tokens:
+        if not params.min_tokens or completion.grammar is not None:
             return []
         return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
 

@@ -86,7 +86,8 @@ class TokenReader:
             completion, ending = self._state.completion(slot), _AT_LENGTH
             completion.has_ended = True
             if is_invalid[index]:
-                ending = _AT_ERROR
+                grammar = completion.grammar
+                ending = _AT_ERROR if grammar is None else Ending("error", grammar.error)
             elif is_eos[index]:
                 ending = _AT_EOS
             elif is_stop[index]:
@@ -239,6 +240,7 @@ class StepPipeline:
         self._runner = runner
         self._commits = commits
         self._incremental_detokenization = incremental_detokenization
+        runner.follow_tokens(self._tokens_ahead)
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None
@@ -434,12 +436,27 @@ class StepPipeline:
         event.record(self._stream)
         return event
 
-    def _read(self, step: _StepInFlight) -> SampledTokens:
+    def _tokens_ahead(self, slots: Int32Array) -> list[list[int]]:
+        """Wait for the steps in flight that draw for ``slots``; return what each of them has drawn there."""
+        ahead: dict[int, list[int]] = {slot: [] for slot in slots.tolist()}
+        for step in self._in_flight:
+            batch = step.batch
+            is_due = np.isin(batch.slots, slots) & (self._state.generation[batch.slots] == batch.generations)
+            if np.count_nonzero(is_due):
+                token_ids = self._wait_for_tokens(step)[is_due].tolist()
+                for slot, token_id in zip(batch.slots[is_due].tolist(), token_ids, strict=True):
+                    # Where no token could be drawn, the completion ends.
+                    ahead[slot] += [token_id] if token_id >= 0 else []
+        return list(ahead.values())
+
+    def _wait_for_tokens(self, step: _StepInFlight) -> Int64Array:
+        """Wait for a step; return what it drew, ``[S + D]``."""
         self._wait(step)
-        batch, drawn = step.batch, step.drawn
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
-        if drawn is not None:
-            token_ids = np.concatenate([drawn.token_ids.numpy(), token_ids])
+        return token_ids if step.drawn is None else np.concatenate([step.drawn.token_ids.numpy(), token_ids])
+
+    def _read(self, step: _StepInFlight) -> SampledTokens:
+        batch, token_ids = step.batch, self._wait_for_tokens(step)
         logprobs = self._logprobs(step)
         is_live = batch.live()
         if is_live is not None:

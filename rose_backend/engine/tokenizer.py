@@ -608,6 +608,7 @@ class Tokenizer:
         """Characters of the longest token, as the vocabulary writes it."""
         self.special_tokens = parts.special_tokens
         """Texts of special tokens by name, ``eos_token`` for example; chat templates use them."""
+        self.special_token_ids = [self._backend.token_to_id(each) for each in special_tokens(self._backend)]
         eos_token = parts.special_tokens.get("eos_token")
         self.eos_token_id: int | None = None if eos_token is None else self._backend.token_to_id(eos_token)
         """What the tokenizer's own configuration calls the end of a text."""

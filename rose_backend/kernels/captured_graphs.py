@@ -22,9 +22,10 @@ class CapturedGraphs(Generic[Size]):
     """Work that is replayed from CUDA graphs for the sizes that were captured, and computed directly for others.
 
     Args:
-        parts: what a size computes, in order; each is a separate graph, and the later ones may be left out. A part is
-            given the size and what the part before returned (None for the first). It reads and writes fixed tensors,
-            because graphs hold their addresses, and never waits for the device.
+        parts: what a size computes, in order; each is a separate graph, and all but the first may be left out. A part
+            is given the size and what the part before returned (None for the first); one that may be left out between
+            others returns what it was given. It reads and writes fixed tensors, because graphs hold their addresses,
+            and never waits for the device.
         capture_error_mode: of ``torch.cuda.graph``; "thread_local" where other threads may use the device meanwhile.
     """
 
@@ -45,12 +46,12 @@ class CapturedGraphs(Generic[Size]):
         """
         if is_recording():
             for size in sizes:
-                self._compute(size, len(self._parts))
+                self._compute(size, range(len(self._parts)))
             return
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         for size in sizes:
             # Outside of a graph first: kernels are compiled and their scratch memory is allocated there.
-            self._compute(size, len(self._parts))
+            self._compute(size, range(len(self._parts)))
             torch.cuda.synchronize()
             self._graphs[size] = self._capture(size, pool, stream)
         torch.cuda.synchronize()
@@ -61,18 +62,35 @@ class CapturedGraphs(Generic[Size]):
 
     def run(self, size: Size, num_parts: int = 1) -> None:
         """Do the first ``num_parts`` parts of the work for ``size``."""
+        self.run_parts(size, range(num_parts))
+
+    def run_parts(
+        self, size: Size, parts: Sequence[int], after_first: Callable[[], None] | None = None
+    ) -> None:
+        """Do some parts of the work for ``size``.
+
+        Args:
+            parts: rising, from 0 on.
+            after_first: called when the first one has been enqueued.
+        """
         graphs = self._graphs.get(size)
         if graphs is None:
-            self._compute(size, num_parts)
+            self._compute(size, parts, after_first)
             return
-        for graph in graphs[:num_parts]:
-            graph.replay()
+        for part in parts:
+            graphs[part].replay()
+            if part == 0 and after_first is not None:
+                after_first()
 
     @torch.inference_mode()
-    def _compute(self, size: Size, num_parts: int) -> None:
+    def _compute(
+        self, size: Size, parts: Sequence[int], after_first: Callable[[], None] | None = None
+    ) -> None:
         result = None
-        for part in self._parts[:num_parts]:
-            result = part(size, result)
+        for part in parts:
+            result = self._parts[part](size, result)
+            if part == 0 and after_first is not None:
+                after_first()
 
     def _capture(
         self, size: Size, pool: Any, stream: torch.cuda.Stream | None

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rose_backend.server.settings import MAX_NAME_LENGTH
 
-_END_OF_REASONING = "</think>"
+END_OF_REASONING = "</think>"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _STRING_PART = re.compile(r'[^"\\]*')
@@ -33,6 +33,9 @@ class Part(NamedTuple):
 
 class AnswerParser(ABC):
     """Parses one answer."""
+
+    ends_with_calls: bool = True
+    """Whether an answer with calls ends with the reason ``tool_calls``."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Part]:
@@ -484,6 +487,39 @@ class MistralParser(ToolCallParser):
         self._is_list = False
 
 
+class RequiredCallsParser(MistralParser):
+    """``[{"name": ..., "parameters": ...}, ...]``, to which a grammar holds the answer."""
+
+    _ARGUMENTS = frozenset({"parameters"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_behind_mark = True
+
+
+class NamedCallParser(AnswerParser):
+    """All text is the arguments of one call, to which a grammar holds the answer.
+
+    Args:
+        name: of the function.
+    """
+
+    # As OpenAI's and vLLM's.
+    ends_with_calls = False
+
+    def __init__(self, name: str) -> None:
+        self._name: list[Part] = [Part("name", name)]
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text, and first the name."""
+        parts, self._name = self._name, []
+        return [*parts, Part("arguments", text)]
+
+    def end(self) -> list[Part]:
+        """Return nothing."""
+        return []
+
+
 class PlainParser(AnswerParser):
     """All text is content."""
 
@@ -504,10 +540,11 @@ class ReasoningParser(AnswerParser):
     """
 
     _MARK = re.compile("</?think>")
-    _MARKS = ("<think>", _END_OF_REASONING)
+    _MARKS = ("<think>", END_OF_REASONING)
 
     def __init__(self, answer: AnswerParser) -> None:
         self._answer = answer
+        self.ends_with_calls = answer.ends_with_calls
         self._held = ""
         self._is_over = False
 
@@ -520,7 +557,7 @@ class ReasoningParser(AnswerParser):
         for mark in self._MARK.finditer(text):
             self._add(text[at : mark.start()], parts)
             at = mark.end()
-            if mark[0] == _END_OF_REASONING:
+            if mark[0] == END_OF_REASONING:
                 self._is_over = True
                 return parts + self._answer.feed(text[at:])
         end = len(text) - max(num_begun(text[at:], mark) for mark in self._MARKS)

@@ -398,7 +398,7 @@ class ChatAnswer(Answer):
 
     def _add(self, index: int, parts: list[Part], joined: _Joined) -> None:
         for part in parts:
-            if part.kind == "name":
+            if part.kind == "name" and self._parsers[index].ends_with_calls:
                 self._callers.add(index)
             is_late = self._max_calls is not None and part.call >= self._max_calls
             if not is_late and (self._shows_reasoning or part.kind != "reasoning"):

@@ -28,6 +28,7 @@ PromptOutput: TypeAlias = tuple[int, RequestOutput]
 _numbers = itertools.count()
 _STARTS_PER_TURN = 16
 """Prompts of one request that are submitted in one turn of the event loop; that takes about a millisecond."""
+_NO_TOKEN = "the model's logits for this request are all NaN or minus infinity, so no token can be chosen"
 _HEADERS = [
     (b"cache-control", b"no-cache"),
     # Proxies like nginx would buffer events.
@@ -125,7 +126,7 @@ class Generation:
     def _observe(self, index: int, output: RequestOutput) -> None:
         """Count an output's new tokens."""
         now, record, metrics = time.monotonic(), self._record, self._service.metrics
-        num_tokens, num_new, has_failed = self._num_tokens[index], 0, False
+        num_tokens, num_new, failure = self._num_tokens[index], 0, ""
         # Runs for every event of every stream: a generator would take as long as all the rest.
         for completion in output.outputs:
             num_new += len(completion.token_ids)
@@ -133,7 +134,8 @@ class Generation:
             num_tokens[completion.index] = num_before + len(completion.token_ids)
             if completion.finish_reason is not None:
                 self._finish_reasons[index].append(completion.finish_reason)
-                has_failed |= completion.finish_reason == "error"
+                if completion.finish_reason == "error":
+                    failure = str(completion.stop_reason or _NO_TOKEN)
         if not self._last_s[index]:
             record.num_prompt_tokens += len(output.prompt_token_ids)
             unit = self._service.hit_unit
@@ -148,14 +150,12 @@ class Generation:
             metrics.histograms["inter_token_latency_seconds"].observe(now - self._last_s[index])
         record.num_output_tokens += num_new
         self._last_s[index] = now
-        if has_failed:
+        if failure:
             reasons = self._finish_reasons[index]
             reasons += ["abort"] * (self._inputs[index].params.n - len(reasons))
             for reason in reasons:
                 self._count_ends(reason, 1)
-            raise GenerationError(
-                "the model's logits for this request are all NaN or minus infinity, so no token can be chosen"
-            )
+            raise GenerationError(failure)
         if output.finished:
             self._observe_end(index, output, now)
 

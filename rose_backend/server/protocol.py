@@ -13,12 +13,13 @@ close to a known one that it is probably misspelt: then it is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -47,6 +48,7 @@ from rose_backend.config import (
 )
 from rose_backend.engine.request import PromptOptions
 from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import (
     MAX_ARGUMENTS_LENGTH,
@@ -68,7 +70,6 @@ _EMPTY: tuple[object, ...] = (None, [], {}, "")
 # Field of OpenAI's or vLLM's -> its neutral values.
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
@@ -88,7 +89,7 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
         (
             *("suffix", "tools", "functions", "audio", "prediction", "web_search_options"),
             *("prompt_embeds", "logits_processors"),
-            *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+            *("logprob_token_ids", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
             *(
                 "mm_processor_kwargs",
@@ -186,6 +187,18 @@ def refused(field: str, reason: str) -> RequestError:
     return RequestError(f"{field}: {reason}", parameter=field)
 
 
+@contextlib.contextmanager
+def naming(field: str, instead_of: str = "prompt") -> Iterator[None]:
+    """Let refusals name ``field``, of which what they refuse was made."""
+    try:
+        yield
+    except RequestError as error:
+        own = str(error.parameter).partition(".")[0]
+        if own != instead_of or own == field:
+            raise
+        raise refused(field, str(error).removeprefix(f"{error.parameter}: ")) from error
+
+
 class Body(BaseModel):
     """Base of all bodies: no type conversions but those of ``Int`` and ``Float``.
 
@@ -208,6 +221,48 @@ class StreamOptions(BaseModel):
     """With ``include_usage``, send those of a completion in each of its events, too."""
 
 
+class JsonSchemaFormat(BaseModel):
+    """A schema and its name."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Without effect: answers are always held to the schema."""
+
+
+class ResponseFormat(BaseModel):
+    """What an answer is to be: any text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's way to say what an answer is to be; exactly one of the first five. See ``StructuredOutputsParams``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_schema: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are not null, as ``StructuredOutputsParams`` calls them."""
+        named = ((name.replace("json_schema", "json"), getattr(self, name)) for name in self.model_fields_set)
+        return {name: value for name, value in named if value is not None}
+
+
 class GenerationRequest(Body):
     """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
 
@@ -221,6 +276,7 @@ class GenerationRequest(Body):
     frequency_penalty: Float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Int | None = in_range("max_tokens")
+    response_format: ResponseFormat | None = None
 
     min_tokens: Int | None = in_range("min_tokens")
     top_k: Int | None = in_range("top_k")
@@ -247,6 +303,7 @@ class GenerationRequest(Body):
     """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
     return_tokens_as_token_ids: bool | None = None
     """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
@@ -283,7 +340,28 @@ class GenerationRequest(Body):
             raise refused(
                 "stream_options", "got options without stream, allowed with stream set to true only"
             )
+        given["structured_outputs"] = self._structured_outputs()
         return SamplingParams(**{**defaults, **given, **self._route_params()})
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that refusals of what the answer is to be name."""
+        wants_text = self.response_format is None or self.response_format.type == "text"
+        return "structured_outputs" if wants_text else "response_format"
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        given = {} if self.structured_outputs is None else self.structured_outputs.given()
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_object":
+            given["json_object"] = True
+        elif wanted is not None and wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                raise refused("response_format", "got json_schema without one, allowed is one with a schema")
+            given["json"] = wanted.json_schema.json_schema
+        elif self.structured_outputs is None:
+            return None
+        with naming(self.grammar_field, "structured_outputs"):
+            return StructuredOutputsParams(**given)
 
     def prompt_options(self, max_model_len: int, max_new_tokens: int | None = None) -> PromptOptions:
         """Return how prompts are read. An answer that a prompt leaves no room for is cut off there, as in vLLM.
@@ -399,9 +477,30 @@ class FunctionDefinition(BaseModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, for the chat template only: answers are not held to it."""
+    """JSON schema of the arguments; answers are held to it where they have to call a tool."""
     strict: bool | None = None
     """Handed to the chat template; with tools that the model chooses, vLLM does not hold answers to it either."""
+
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Return a copy of the outermost level of ``parameters``; without any, those of no argument."""
+        return dict(self.parameters or {"type": "object", "properties": {}})
+
+
+class NamedFunction(BaseModel):
+    """The function that the answer has to call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Name
+
+
+class NamedToolChoice(BaseModel):
+    """A tool that the answer has to call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class Tool(BaseModel):
@@ -478,8 +577,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     logprobs: bool | None = None
     top_logprobs: Int | None = in_range("logprobs")
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    """Whether the model may call tools; auto if there are any."""
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    """Whether the model may call tools; auto if there are any. Those that it has to call come before what else the
+    answer is to be."""
     parallel_tool_calls: bool | None = None
     """False leaves out all calls but the first."""
     include_reasoning: bool | None = None
@@ -491,12 +591,50 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
 
     @property
     def parses_tool_calls(self) -> bool:
-        """Whether calls of tools are looked for in the answer."""
-        return bool(self.tools) and self.tool_choice != "none"
+        """Whether calls of tools are looked for in the answer, which may have some."""
+        return bool(self.tools) and self.tool_choice in ("auto", None)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that refusals of what the answer is to be name."""
+        return "tool_choice" if self._must_call else super().grammar_field
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto", None)
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        if not self._must_call:
+            return super()._structured_outputs()
+        with naming("tool_choice", "structured_outputs"):
+            return StructuredOutputsParams(json=self._schema_of_calls())
+
+    def _schema_of_calls(self) -> dict[str, Any]:
+        """Return the schema of the arguments of a named function, else of a list of calls; both are vLLM's."""
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            if name not in functions:
+                raise refused("tool_choice", f"got {name!r}, allowed is the name of one of the tools")
+            return functions[name].schema_of_arguments()
+        definitions: dict[str, Any] = {}
+        calls = []
+        for name, function in functions.items():
+            arguments = function.schema_of_arguments()
+            for own, schema in arguments.pop("$defs", {}).items():
+                if definitions.setdefault(own, schema) != schema:
+                    raise refused(
+                        "tools", f"got two schemas named {own!r} in $defs, allowed is one of a name"
+                    )
+            fields = {"name": {"enum": [name]}, "parameters": arguments}
+            calls.append({"type": "object", "properties": fields, "required": list(fields)})
+        most = {"maxItems": 1} if self.parallel_tool_calls is False else {}
+        return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
 
     def _route_params(self) -> dict[str, Any]:
-        if self.tool_choice == "auto" and not self.tools:
-            raise refused("tool_choice", "got 'auto' without tools, allowed with tools only")
+        if self.tool_choice not in ("none", None) and not self.tools:
+            shown = self.tool_choice if isinstance(self.tool_choice, str) else "a function"
+            raise refused("tool_choice", f"got {shown!r} without tools, allowed with tools only")
         if self.top_logprobs and not self.logprobs:
             raise refused(
                 "top_logprobs",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,12 +17,16 @@ from starlette.responses import Response
 
 from rose_backend import __version__
 from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
-from rose_backend.errors import EngineStalledError, RequestError
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
+from rose_backend.errors import EngineStalledError
 from rose_backend.server.answer_parsers import (
+    END_OF_REASONING,
     MAKE_TOOL_CALL_PARSER,
     AnswerParser,
+    NamedCallParser,
     PlainParser,
     ReasoningParser,
+    RequiredCallsParser,
 )
 from rose_backend.server.answers import (
     MAKE_CALL_ID,
@@ -49,12 +52,14 @@ from rose_backend.server.protocol import (
     GenerationRequest,
     HealthAnswer,
     ModelList,
+    NamedToolChoice,
     StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
     VersionAnswer,
     check_other_fields,
     measure_json,
+    naming,
     refused,
 )
 from rose_backend.server.service import Service
@@ -110,7 +115,8 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
     check_answer_tokens(inputs, echo, service, bool(body.return_token_ids))
     answer = CompletionAnswer(answer_options(request, body, inputs, "cmpl"), echo=echo)
-    return await generate(request, inputs, answer, is_streaming=bool(body.stream))
+    with naming(body.grammar_field, "structured_outputs"):
+        return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
 @router.post(
@@ -125,7 +131,12 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
     truncates = options.truncate_prompt_tokens is not None
     conversation = read_conversation(body, body.messages, service, truncates=truncates)
-    parser = parser_of(body, service, conversation)
+    reasons = answer_reasons(body, service, conversation)
+    parser = parser_of(body, service, reasons=reasons)
+    if reasons and params.structured_outputs is not None:
+        params = replace(
+            params, structured_outputs=after_reasoning(params.structured_outputs, body, processor)
+        )
     parser_name = service.settings.tool_call_parser
     if body.parses_tool_calls and parser_name and MAKE_TOOL_CALL_PARSER[parser_name].needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
@@ -148,7 +159,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         shows_reasoning=body.include_reasoning is not False,
         make_call_id=MAKE_CALL_ID.get(service.settings.tool_call_parser, make_call_id),
     )
-    return await generate(request, inputs, answer, is_streaming=bool(body.stream))
+    with naming(body.grammar_field, "structured_outputs"):
+        return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
 @router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
@@ -338,19 +350,36 @@ def read_conversation(
     return Conversation(plain[-1]["content"], variables, length, render)
 
 
-@contextlib.contextmanager
-def naming(field: str) -> Iterator[None]:
-    """Let refusals of a prompt name the field that it was made of."""
-    try:
-        yield
-    except RequestError as error:
-        if error.parameter != "prompt":
-            raise
-        raise refused(field, str(error).removeprefix("prompt: ")) from error
+def answer_reasons(body: ChatCompletionRequest, service: Service, conversation: Conversation) -> bool:
+    """Return whether answers begin with reasoning that is to be told apart."""
+    if service.settings.reasoning_parser is None:
+        return False
+    if body.continue_final_message:
+        return "<think>" in conversation.final and END_OF_REASONING not in conversation.final
+    # As in vLLM, models in the format qwen3 reason unless they are told not to; those of deepseek_r1 always do.
+    is_told = bool(conversation.variables.get("enable_thinking", True))
+    return is_told or service.settings.reasoning_parser != "qwen3"
+
+
+def after_reasoning(
+    structured: StructuredOutputsParams, body: ChatCompletionRequest, processor: InputProcessor
+) -> StructuredOutputsParams:
+    """Let the structured text begin behind the reasoning.
+
+    Raises:
+        RequestError: the model has no token for its end.
+    """
+    token_ids = processor.tokenizer.encode(END_OF_REASONING, add_special_tokens=False)
+    if len(token_ids) != 1:
+        raise refused(
+            body.grammar_field,
+            f"got one beside --reasoning-parser for a model without a token {END_OF_REASONING}, allowed is none",
+        )
+    return replace(structured, begins_after=token_ids[0])
 
 
 def parser_of(
-    body: ChatCompletionRequest, service: Service, conversation: Conversation
+    body: ChatCompletionRequest, service: Service, *, reasons: bool
 ) -> Callable[[], AnswerParser] | None:
     """Return what makes a parser for each answer; None where answers are content only.
 
@@ -359,6 +388,10 @@ def parser_of(
     """
     settings = service.settings
     make: Callable[[], AnswerParser] | None = None
+    if isinstance(body.tool_choice, NamedToolChoice):
+        make = partial(NamedCallParser, body.tool_choice.function.name)
+    elif body.tool_choice == "required":
+        make = RequiredCallsParser
     if body.parses_tool_calls:
         if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
             raise refused(
@@ -367,14 +400,6 @@ def parser_of(
                 "--enable-auto-tool-choice and --tool-call-parser; allowed here is 'none'",
             )
         make = MAKE_TOOL_CALL_PARSER[settings.tool_call_parser]
-    if settings.reasoning_parser is None:
-        return make
-    # As in vLLM, models in the format qwen3 reason unless they are told not to; those of deepseek_r1 always do.
-    reasons = settings.reasoning_parser != "qwen3" or bool(
-        conversation.variables.get("enable_thinking", True)
-    )
-    if body.continue_final_message:
-        reasons = "<think>" in conversation.final and "</think>" not in conversation.final
     if not reasons:
         return make
     make_answer = make or PlainParser

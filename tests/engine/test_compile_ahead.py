@@ -51,6 +51,7 @@ ALWAYS = {
     "_block_clone_kernel",
     "_choose_kernel",
     "_embed_tokens_kernel",
+    "_mask_kernel",
     "_norm_kernel",
     "_paged_decode_kernel",
     "_paged_prefill_kernel",

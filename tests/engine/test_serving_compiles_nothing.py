@@ -56,6 +56,10 @@ class RandomSteps:
         self._manager, self._state = runner._manager, runner._state
         self._manager.finish_clone_plan = lambda plan: None  # type: ignore[method-assign]
         self._state.token_ids[:] = 0
+        extras = runner._extras
+        extras._fill_masks = lambda slots: np.zeros(  # type: ignore[method-assign]
+            (len(slots), extras.masks.num_words), np.int32
+        )
         self._limits = limits
         self._rng = np.random.default_rng(5)
 
@@ -78,6 +82,7 @@ class RandomSteps:
         self._manager.num_computed_tokens[rows] = rng.integers(0, longest - counts, len(rows))
         self._state.num_tokens[rows] = self._manager.num_computed_tokens[rows] + 1
         self._state.needs_sampling_extras[rows] = rng.random(len(rows)) < rng.choice([0, 0.1])
+        self._state.has_grammar[rows] = rng.random(len(rows)) < rng.choice([0, 0.2])
         self._state.min_num_tokens[rows] = longest
         forwarded = self._runner.forward(Step(rows, counts, num_decodes, self._clones()))
         if num_chunks:

@@ -87,11 +87,11 @@ def test_captured_sizes_are_replayed_and_others_computed_each_up_to_the_part_ask
     recorder.log.clear()
     for size in (4, 3):
         recorder.graphs.run(size)
-        recorder.graphs.run(size, num_parts=2)
+        recorder.graphs.run_parts(size, (0, 1), lambda: recorder.log.append("between"))
     first, second = ("replayed", "first 4"), ("replayed", "second 4")
-    assert recorder.log[:3] == [first, first, second]
+    assert recorder.log[:4] == [first, first, "between", second]
     first, second = ("computed", "first 3"), ("computed", "second 3")
-    assert recorder.log[3:] == [first, first, second]
+    assert recorder.log[4:] == [first, first, "between", second]
 
 
 def test_the_least_size_that_is_enough() -> None:

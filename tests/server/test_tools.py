@@ -242,11 +242,28 @@ def tool(**fields: object) -> dict[str, Any]:
         (tool(parameters={"enum": [1] * 70_000}), "tools", "more than 65536 values"),
         (tool(description="x" * 250_000), "tools", "characters, allowed are at most"),
         (tool(strict="yes"), "tools.0.function.strict", "allowed is: a valid boolean"),
-        ({"tool_choice": "required"}, "tool_choice", "got 'required', allowed is: 'none' or 'auto'"),
+        ({"tool_choice": "some"}, "tool_choice", "got 'some', allowed is: 'none', 'auto' or 'required'"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "find"}}},
+            {"tool_choice": {"type": "function", "function": {"name": "lose"}}},
             "tool_choice",
-            "'none' or 'auto'",
+            "got 'lose', allowed is the name of one of the tools",
+        ),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "got 'required' without tools"),
+        (
+            {**tool(parameters={"type": "objec"}), "tool_choice": "required"},
+            "tool_choice",
+            "tool_choice: got one that cannot be compiled (",
+        ),
+        (
+            {
+                "tools": [
+                    tool(name=name, parameters={"$defs": {"a": {"type": name}}})["tools"][0]
+                    for name in ("string", "object")
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "got two schemas named 'a' in $defs",
         ),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice", "without tools"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "a valid boolean"),

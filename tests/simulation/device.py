@@ -295,7 +295,7 @@ class SimulatedDecoder(DecodeRunner):
         extras = SimpleNamespace(is_in_use=False, is_needed=lambda slots: False)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
             super().__init__(lambda *_: None, extras, manager, state, device, widths)
-        self._graphs = SimpleNamespace(run=self._queue)
+        self._graphs = SimpleNamespace(run_parts=self._queue)
         self._step_of: tuple[list[Answer], Any, Any] = ([], None, None)
 
     def _place(self, slots: Any) -> Any:
@@ -304,7 +304,7 @@ class SimulatedDecoder(DecodeRunner):
         self._step_of = answers, np.stack([answer.contents for answer in answers]), rows
         return rows
 
-    def _queue(self, width: int, num_parts: int) -> None:
+    def _queue(self, width: int, parts: Any, after_first: Any) -> None:
         self._device.num_rows += len(self._step_of[0])
         self._device.main.enqueue(partial(self._compute_step, width, *self._step_of))
 
@@ -352,6 +352,9 @@ class SimulatedRunner(ModelRunner):
             assert len(np.unique(copies)) == len(copies), "two copies into one block"
             assert (self._manager.pool.ref_counts[copies] > 0).all(), "a copy into a block that nobody holds"
         return super().forward(step)
+
+    def follow_tokens(self, tokens_ahead: Any) -> None:
+        """No simulated request has a grammar."""
 
     def can_overlap(self, num_decodes: int, num_tokens: int, num_prompts: int) -> bool:
         return self.side is not None

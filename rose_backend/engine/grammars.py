@@ -1,0 +1,265 @@
+"""Grammars of structured outputs: compiled by a thread, followed token by token, and asked what may be drawn next.
+
+llguidance does all three. A mask is computed when it is needed, within limits, so that compiling takes milliseconds and
+no grammar can keep a step waiting for long.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import RequestError, kind_and_text
+
+_MAX_CACHED = 32
+"""Compiled grammars that are kept for later requests; the largest take some MiB."""
+_NUM_COMPILERS = 2
+_MAX_MASK_THREADS = 8
+_MAX_LEXER_STATES, _MAX_GRAMMAR_SIZE = 50_000, 200_000
+"""A fifth and two of llguidance's own limits: 100 MB for each completion at worst."""
+_MAX_ERROR_LENGTH = 300
+
+
+class Grammar:
+    """What the text of one completion may become.
+
+    Args:
+        matcher: llguidance's; this grammar's own.
+        params: of the completion.
+        eos_token_ids: of the model.
+    """
+
+    __slots__ = ("_begins_after", "_eos_token_ids", "_matcher", "_params", "error", "num_tokens")
+
+    def __init__(self, matcher: Any, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        assert params.structured_outputs is not None
+        self._matcher = matcher
+        self._params = params
+        self._eos_token_ids = eos_token_ids
+        self._begins_after = params.structured_outputs.begins_after
+        self.num_tokens = 0
+        """Output tokens that it has followed."""
+        self.error: str | None = None
+        """Why no token can be drawn any more."""
+
+    def copy(self) -> Grammar:
+        """Return the same for another completion. Only a grammar that has followed nothing is copied."""
+        return Grammar(self._matcher.deep_copy(), self._params, self._eos_token_ids)
+
+    def follow(self, token_ids: list[int]) -> Any | None:
+        """Follow what was drawn; return the matcher if it restricts the next token."""
+        self.num_tokens += len(token_ids)
+        if self._begins_after is not None:
+            if self._begins_after not in token_ids:
+                return None
+            token_ids = token_ids[token_ids.index(self._begins_after) + 1 :]
+            self._begins_after = None
+        for token_id in token_ids:
+            # Once the text has ended, only end tokens follow.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token_id)
+        return self._matcher
+
+    def finish(self, mask: NDArray[np.uint32]) -> None:
+        """Allow and forbid stop tokens in the matcher's mask; forbid everything where it cannot go on."""
+        matcher, params = self._matcher, self._params
+        if matcher.is_error():
+            self.error = f"{_field(params)}: its grammar cannot go on ({_short(matcher.get_error())})"
+            mask[:] = 0
+            return
+        stops = params.stop_token_ids or ()
+        if stops and matcher.is_accepting():
+            _set(mask, stops, True)
+        if self.num_tokens < params.min_tokens:
+            longer = mask.copy()
+            _set(longer, (*stops, *(() if params.ignore_eos else self._eos_token_ids)), False)
+            # A text that can only end is no longer than that.
+            if longer.any():
+                mask[:] = longer
+
+
+class GrammarCompiler:
+    """Makes grammars for one model's tokens, in threads or in the caller's.
+
+    Args:
+        vocab_size: of the model.
+        eos_token_ids: allowed where a text may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokens: Any = None
+        self._tokens_lock = threading.Lock()
+        self._cache: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="rose-grammars")
+
+    def prepare(self) -> Future[Any]:
+        """Begin to index the vocabulary, which would stop streams for some tenths of a second later."""
+        return self._threads.submit(self._prepared)
+
+    def start(self, params: SamplingParams, done: Callable[[Grammar | RequestError], None]) -> None:
+        """Compile in a thread, which calls ``done``."""
+
+        def compile_one() -> None:
+            try:
+                outcome: Grammar | RequestError = self.compile(params)
+            except RequestError as error:
+                outcome = error
+            except BaseException as error:  # panics of llguidance are no Exception, and the request waits
+                outcome = RequestError(f"{_field(params)}: {kind_and_text(error)}", parameter=_field(params))
+            done(outcome)
+
+        self._threads.submit(compile_one)
+
+    def compile(self, params: SamplingParams) -> Grammar:
+        """Return a grammar that has followed nothing.
+
+        Raises:
+            RequestError: it is not valid, too large, or the model has no end token.
+        """
+        structured = params.structured_outputs
+        assert structured is not None
+        with self._cache_lock:
+            matcher = self._cache.get(structured)
+            if matcher is not None:
+                self._cache.move_to_end(structured)
+        if matcher is None:
+            matcher = self._compile(structured)
+            with self._cache_lock:
+                self._cache[structured] = matcher
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+        return Grammar(matcher.deep_copy(), params, self._eos_token_ids)
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, structured: StructuredOutputsParams) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        field = structured.field
+        if not self._eos_token_ids:
+            raise RequestError(
+                f"{field}: got one for a model without an end token, allowed is none", parameter=field
+            )
+        try:
+            tokens = self._prepared()
+            text = structured.lark_grammar()
+            limits = LLParserLimits(
+                max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
+            )
+            matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                # What can have no text at all is found here.
+                matcher.compute_bitmask()
+            reason = matcher.get_error()
+        except Exception as error:  # whatever a reader of three syntaxes makes of a client's text
+            reason = str(error)
+        if reason:
+            raise RequestError(
+                f"{field}: got one that cannot be compiled ({_short(reason)}), allowed is what docs/standalone.md "
+                "describes",
+                parameter=field,
+            )
+        return matcher
+
+    def _prepared(self) -> Any:
+        with self._tokens_lock:
+            if self._tokens is None:
+                self._tokens = self._index()
+        return self._tokens
+
+    def _index(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0])
+        return LLTokenizer(TokenizerWrapper(vocabulary), self._vocab_size, self._eos_token_ids)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.tokens = [tokenizer.token_texts.bytes_of(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = [each for each in tokenizer.special_token_ids if each < vocab_size]
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokenize nothing: masks allow every tokenization."""
+        return []
+
+
+class GrammarMasks:
+    """Says which tokens may be drawn next.
+
+    Args:
+        vocab_size: of the model.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self._executor: Any = None
+
+    def fill(self, grammars: list[Grammar], token_ids: list[list[int]]) -> NDArray[np.int32]:
+        """Return a mask for each of ``grammars``, ``[N, num_words]``, as ``mask_logits`` takes them.
+
+        Args:
+            token_ids: what each has to follow before, ``[N]``.
+        """
+        masks = np.zeros((len(grammars), self.num_words), np.int32)
+        matchers = []
+        for index, (grammar, new) in enumerate(zip(grammars, token_ids, strict=True)):
+            matcher = grammar.follow(new)
+            if matcher is None:
+                masks[index] = -1
+            else:
+                matchers.append((matcher, index))
+        if matchers:
+            self._compute(matchers, masks)
+        for _, index in matchers:
+            grammars[index].finish(masks[index].view(np.uint32))
+        return masks
+
+    def _compute(self, matchers: list[tuple[Any, int]], masks: NDArray[np.int32]) -> None:
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0))))
+        # Without the interpreter lock, and side by side.
+        fill_next_token_bitmask_par(self._executor, matchers, masks)
+
+
+def _set(mask: NDArray[np.uint32], token_ids: Sequence[int], allowed: bool) -> None:
+    for token_id in token_ids:
+        bit = np.uint32(1 << (token_id & 31))
+        if allowed:
+            mask[token_id >> 5] |= bit
+        else:
+            mask[token_id >> 5] &= ~bit
+
+
+def _field(params: SamplingParams) -> str:
+    return "" if params.structured_outputs is None else params.structured_outputs.field
+
+
+def _short(reason: str) -> str:
+    # Without the lines of the grammar, of which the first is ours.
+    line = " ".join(reason.partition("\n   1 | ")[0].replace("<non-verbose/>", "").split())
+    return line if len(line) <= _MAX_ERROR_LENGTH else f"{line[:_MAX_ERROR_LENGTH]}..."
