@@ -185,6 +185,24 @@ def test_penalties_and_logprobs_of_masked_rows(
         assert sum(math.exp(each.logprob) for each in entry.values()) <= 1 + 1e-5
 
 
+def test_bias_allowed_tokens_and_bad_words_hold_beside_a_grammar(llm: LLM) -> None:
+    (a,), (b,) = (llm.core.input_processor.tokenizer.encode(text, add_special_tokens=False) for text in "ab")
+    wanted = StructuredOutputsParams(regex="[abc]{6,8}")
+    common = {"structured_outputs": wanted, "max_tokens": 20, "min_tokens": 8, "temperature": 0.0}
+    limits: list[dict[str, Any]] = [
+        {"allowed_token_ids": [a, EOS]},
+        {"allowed_token_ids": [a, b, EOS], "logit_bias": {b: 100.0}},
+        {"allowed_token_ids": [a, b, EOS], "logit_bias": {b: 100.0}, "bad_words": ["b"]},
+        {"logprobs": 0},
+    ]
+    params = [SamplingParams(**common, **each) for each in limits]
+    # Together with a request that has neither, and again from the prefix cache.
+    for _ in range(2):
+        outputs = llm.generate([[7] * 9] * 5, [*params, SamplingParams(max_tokens=20, temperature=0.0)])
+        assert [output.outputs[0].text for output in outputs[:3]] == ["a" * 8, "b" * 8, "a" * 8]
+        assert re.fullmatch("[abc]{8}", outputs[3].outputs[0].text)
+
+
 def test_a_text_begins_behind_a_token(llm: LLM) -> None:
     begins_after = llm.tokenizer.encode(" the")[0]
     wanted = StructuredOutputsParams(choice=["xyz"], begins_after=begins_after)
