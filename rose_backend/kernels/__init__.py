@@ -31,6 +31,7 @@ Letters that shapes are written in, everywhere in this package:
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
+``U``   places for LoRA adapters; ``Z`` is their largest rank
 ``P``   parts of a sum; rows of the position embedding or of the rotary table
 ======  =======================================================
 """
@@ -38,6 +39,8 @@ Letters that shapes are written in, everywhere in this package:
 from __future__ import annotations
 
 from rose_backend.kernels.arguments import (
+    AdapterRows,
+    Adapters,
     AttentionOptions,
     Experts,
     HeadRotation,
@@ -62,6 +65,8 @@ from rose_backend.kernels.attention.ops import (
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
+    adapter_rows,
+    add_adapters,
     pack_linear,
     pack_norm,
     small_batch_linear,

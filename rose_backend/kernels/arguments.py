@@ -440,6 +440,25 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """LoRA adapters of a linear layer, in places; the layer has one to three parts, such as query, key and value."""
+
+    downs: tuple[torch.Tensor, ...]
+    """Of each part, [U, Z, E] contiguous: zeros where an adapter has nothing, and behind its rank."""
+    ups: tuple[torch.Tensor, ...]
+    """Of each part, [U, O, Z] contiguous, with the adapter's scale."""
+
+
+class AdapterRows(NamedTuple):
+    """A step's rows in the order of their adapters; the same for all its layers. Made by ``adapter_rows``."""
+
+    rows: torch.Tensor
+    """[T] int64: all rows."""
+    places: torch.Tensor
+    """[T] int64, rising: the place of the adapter that each of these rows has. One that is no place stands for none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedNorm:
     """The norm before a packed layer: its weight is multiplied in by the kernel that writes the hidden states.
 

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 
 from rose_backend.config import Switches
 from rose_backend.kernels import (
+    AdapterRows,
+    Adapters,
     Experts,
     NormInput,
     PackedLinear,
     PackedNorm,
+    add_adapters,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
@@ -59,6 +62,7 @@ class Linear:
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
     """For small batches; ``weight`` is a view of its matrix then, and the two parts of a gated MLP alternate."""
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         gated=gated,
     )
     bias = None if packed.bias is None else packed.bias.to(weight.dtype)
-    return Linear(packed.weight.t(), bias, packed)
+    return Linear(packed.weight.t(), bias, packed, linear.adapters)
 
 
 def with_packed(norm: Norm) -> Norm:
@@ -152,9 +156,13 @@ class ResidualStream:
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
         all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
+        adapter_rows: of the layers' ``Adapters``; None: no token has an adapter.
     """
 
-    __slots__ = ("_all_reduce", "_delta", "_norm_input", "hidden", "is_small_batch", "switches")
+    __slots__ = (
+        *("_adapter_rows", "_all_reduce", "_delta", "_norm_input"),
+        *("hidden", "is_small_batch", "switches"),
+    )
 
     def __init__(
         self,
@@ -164,9 +172,10 @@ class ResidualStream:
         *,
         is_small_batch: bool = False,
         all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> None:
         assert all_reduce is None or not is_small_batch, "a rank's product is not all that is added"
-        self._all_reduce = all_reduce
+        self._all_reduce, self._adapter_rows = all_reduce, adapter_rows
         self.hidden = hidden
         self.switches = switches
         self.is_small_batch = is_small_batch
@@ -201,12 +210,16 @@ class ResidualStream:
             assert linear.packed is not None and self._norm_input is not None, (
                 "small batches need packed layers"
             )
+            if self._adapter_rows is not None and linear.adapters is not None:
+                return self._project_with_adapters(
+                    self._norm_input, linear.packed, linear.adapters, self._adapter_rows
+                )
             return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
             return torch._addmm_activation(linear.bias, normed, linear.weight, use_gelu=True)
-        projected = _product(normed, linear)
+        projected = self._product(normed, linear)
         return F.gelu(projected, approximate="tanh") if gelu else projected
 
     def add(
@@ -219,20 +232,40 @@ class ResidualStream:
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
             assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
+            if self._adapter_rows is not None and linear.adapters is not None:
+                # Before the product, which leaves all that there is to the norm.
+                add_adapters(x, linear.adapters, self._adapter_rows, self.hidden)
             _, self._norm_input = small_batch_linear_before_norm(
                 x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
             )
         elif self._all_reduce is not None:
-            self._delta = self._all_reduce(_product(x, linear))
-        elif self.switches.fused_add_layernorm and adds_halves(x, linear):
+            self._delta = self._all_reduce(self._product(x, linear))
+        elif self.switches.fused_add_layernorm and self._adapter_rows is None and adds_halves(x, linear):
             # The halves of both inner dimensions, multiplied apart; the next norm sums them.
             halves = x.unflatten(1, (2, -1)).transpose(0, 1)
             self._delta = torch.bmm(halves, linear.weight.unflatten(0, (2, -1)))
         else:
-            self._delta = _product(x, linear)
+            self._delta = self._product(x, linear)
+
+    def _project_with_adapters(
+        self, x: NormInput, layer: PackedLinear, adapters: Adapters, rows: AdapterRows
+    ) -> torch.Tensor:
+        """Return what ``project`` does of a small batch, without GELU."""
+        # An activation comes after what adapters add.
+        projected = small_batch_linear(x, replace(layer, is_gated=False))
+        add_adapters(x, adapters, rows, projected, alternating=layer.is_gated)
+        return silu_mul(projected, alternating=True) if layer.is_gated else projected
+
+    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        product = _product(x, linear)
+        if self._adapter_rows is not None and linear.adapters is not None:
+            alternating = linear.packed is not None and linear.packed.is_gated
+            add_adapters(x, linear.adapters, self._adapter_rows, product, alternating=alternating)
+        return product
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
+        assert self._adapter_rows is None, "rows are all of the step"
         self.hidden = self.hidden[tokens]
 
     def gelu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:
