@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int
     """Return the median time of a decode step of ``batch`` requests, in milliseconds."""
     core = engine.engine.engine_core.engine_core
     ids = engine.add(batch, PROMPT_TOKENS, 4096 - PROMPT_TOKENS - 1, *sampling)
+    _run_until_all_decode(core, batch)
     times = []
     with no_garbage_collection():
         for _ in range(WARM_UP_STEPS + num_steps):
@@ -70,13 +71,30 @@ def time_steps(engine: Engine, sampling: Sequence[Mapping[str, Any]], batch: int
             outputs, is_executed = core.step_fn()
             core.post_step(is_executed)
             times.append(time.perf_counter() - start)
-    produced = sum(len(each.outputs) for each in (outputs or {}).values())
+    produced = _num_outputs(outputs)
     if produced != batch:
         raise RuntimeError(f"the last step had {produced} requests, not {batch}: some ended before")
     engine.engine.abort_request(ids)
     while core.scheduler.has_requests() or core.batch_queue:
         core.post_step(core.step_fn()[1])
     return 1e3 * statistics.median(times[WARM_UP_STEPS:])
+
+
+def _run_until_all_decode(core: Any, batch: int) -> None:
+    """Step until one step has an output of each of ``batch`` requests: grammars are compiled in another thread."""
+    produced = 0
+    while produced != batch:
+        outputs, is_executed = core.step_fn()
+        core.post_step(is_executed)
+        produced = _num_outputs(outputs)
+        left = core.scheduler.get_num_unfinished_requests()
+        if left != batch:
+            raise RuntimeError(f"{left} requests of {batch} are left: some ended before all were decoded")
+
+
+def _num_outputs(outputs: Any) -> int:
+    """Return how many requests have an output in a step's ``outputs``."""
+    return sum(len(each.outputs) for each in (outputs or {}).values())
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -154,13 +172,22 @@ def run_start(module: str, arguments: Sequence[str], backend: str) -> list[dict[
         return rows
 
 
+def is_one_start(
+    options: argparse.Namespace, measure: Callable[[argparse.Namespace], list[dict[str, Any]]]
+) -> bool:
+    """Whether this process is a start of one backend; if so, measure, and write the rows for ``run_start``."""
+    if options.rows is None:
+        return False
+    (options.backend,) = options.backends
+    options.rows.write_text(json.dumps(measure(options)))
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_options(arguments)
-    if options.rows is not None:
-        (options.backend,) = options.backends
-        options.rows.write_text(json.dumps(measure(options)))
+    if is_one_start(options, measure):
         return 0
     rows = []
     for start in range(options.starts):

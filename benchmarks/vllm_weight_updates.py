@@ -31,7 +31,7 @@ from benchmarks.support.comparison import add_engine_options, chosen, set_engine
 from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import RandomRequests
-from benchmarks.vllm_request_kinds import run_start
+from benchmarks.vllm_request_kinds import is_one_start, run_start
 from benchmarks.vllm_step_profile import BACKENDS, Engine
 
 Weights = list[tuple[str, Any]]
@@ -309,9 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; the status is 1 if a tensor was wrong, or answers were not the same in all starts."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_options(arguments)
-    if options.rows is not None:
-        (options.backend,) = options.backends
-        options.rows.write_text(json.dumps(measure(options)))
+    if is_one_start(options, measure):
         return 0
     rows = [
         {"start": start, "backend": backend, **row}

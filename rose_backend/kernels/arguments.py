@@ -314,13 +314,12 @@ class StepGroup:
 class StateGroup:
     """A KV cache group of layers that keep a state of each request in one block, in place of K/V of every token."""
 
-    state_table: (
-        torch.Tensor
-    )  # [MR, MB] int32, the block table of each slot: its state's block in every column
-    state_blocks: (
-        torch.Tensor
-    )  # [T] int32, what layers read: the block of each row's state, 0 without a request
-    last_columns: torch.Tensor  # [MR] int32, of each slot, the column of the token computed last
+    state_table: torch.Tensor  # [MR, MB] int32
+    """The block table of each slot, which has its state's block in every column."""
+    state_blocks: torch.Tensor  # [T] int32
+    """What layers read: the block of each row's state, 0 without a request."""
+    last_columns: torch.Tensor  # [MR] int32
+    """Of each slot, the column of the token computed last."""
     block_size: int
     """Tokens per column."""
 

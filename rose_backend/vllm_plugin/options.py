@@ -255,6 +255,8 @@ def why_adapters_need_vllms_steps(vllm_config: VllmConfig) -> str | None:
         "LoRA of experts": model is not None and model.is_moe,
         "LoRA of a multimodal model": model is not None and model.is_multimodal_model,
         "LoRA of a model with states": has_states(vllm_config),
+        # Ranks may evict adapters in different orders, and all must replay the same steps.
+        "LoRA with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
     }
     return first_reason(reasons)
 

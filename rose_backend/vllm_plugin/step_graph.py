@@ -17,8 +17,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +86,12 @@ from rose_backend.vllm_plugin.sampler import ReplayedSampling
 NUM_LOGITS_PROCESSORS = 3
 """vLLM's own: bias, penalties, bad words."""
 
-_FIELDS_OF_PICTURES = ("free_encoder_mm_hashes", "encoder_input_updates")
+_FIELDS_OF_ENCODER_CACHE = ("free_encoder_mm_hashes", "encoder_input_updates")
+"""Of items whose encoder outputs are needed no more; the second is there from vLLM 0.33 on."""
+_FIELDS_OF_CHANGED_BATCHES = (
+    *("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies"),
+    *_FIELDS_OF_ENCODER_CACHE,
+)
 _FIELDS_OF_STEADY_STEPS = (
     *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     *("finished_req_ids", "preempted_req_ids"),
@@ -94,8 +99,7 @@ _FIELDS_OF_STEADY_STEPS = (
     *("has_structured_output_requests", "pending_structured_output_tokens"),
     # Handed to the KV connector.
     "kv_connector_metadata",
-    # Of pictures that nobody needs any more; the second is there from vLLM 0.33 on.
-    *_FIELDS_OF_PICTURES,
+    *_FIELDS_OF_ENCODER_CACHE,
     # New blocks of attention beside states, and checkpoints of states.
     *("new_block_ids_to_zero", "kv_cache_block_copies"),
     # Not read by workers.
@@ -357,7 +361,11 @@ class ModelInputs:
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
 
     def prepare(self, inputs: StepInputs, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
-        """Let vLLM write them for a step with prompts, of so many tokens with padding, and encode its images."""
+        """Let vLLM write them for a step with prompts, and encode its images.
+
+        Args:
+            num_tokens: of the step, padding included.
+        """
         if not self._has_embeds and not self._has_rope:
             return
         state, states, num_requests = self._runner.model_state, self._runner.req_states, len(step.request_ids)
@@ -456,12 +464,12 @@ class StepGraphs:
         self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
         self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=0)
         has_lora = runner.lora_config is not None
-        # vLLM's graphs have the products with adapters, or not.
+        # Of vLLM's graphs with products of adapters; it has others without.
         self._adapted_desc_of = (
             _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=1) if has_lora else {}
         )
-        # Which adapter is in each place when rows were last told theirs.
-        self._adapter_places: list[int | None] | None = None
+        # The adapter in each LoRA slot when kernels were last told those of the rows.
+        self._lora_slots: list[int | None] | None = None
         self._sizes = sorted({desc.num_tokens for desc in self._desc_of.values()}, reverse=True)
         most = max(self._sizes, default=0)
         device = runner.device
@@ -512,10 +520,7 @@ class StepGraphs:
             graph_capture(device=runner.device),
             # Products have a workspace on each stream.
             torch.cuda.stream(stream),
-            # Ends have the head's product with adapters; its kernels skip rows without one, and all where no row has.
-            runner.maybe_dummy_run_with_lora(
-                runner.lora_config, np.ones(len(self._slots), np.int32), None, num_active_loras=1
-            ),
+            _adapter_of_one_row(runner),
             cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
             self._ends.capture(self._all_ends(), pool, stream)
@@ -600,8 +605,8 @@ class StepGraphs:
         If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
         """
         cached, batch = output.scheduled_cached_reqs, self._armed
-        names = ("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies", *_FIELDS_OF_PICTURES)
-        is_changed = any(getattr(output, name, None) for name in names) or self._have_adapters_moved()
+        is_changed = any(getattr(output, name, None) for name in _FIELDS_OF_CHANGED_BATCHES)
+        is_changed = is_changed or self._have_adapters_moved()
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
             if output.new_block_ids_to_zero:
                 self._runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
@@ -620,7 +625,7 @@ class StepGraphs:
         if reason is not None:
             return reason
         self._update_requests(output)
-        self._place_adapters(request_ids, slot_array, np.ones(len(slots), np.int32))
+        self._set_active_loras(slots, [1] * len(slots))
         rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
@@ -687,24 +692,29 @@ class StepGraphs:
         return "an adapter to load" if is_missing else None
 
     @torch.inference_mode()
-    def _place_adapters(
-        self, request_ids: list[str], slots: NDArray[np.int64], counts: NDArray[np.int32]
-    ) -> None:
-        """Tell vLLM's kernels the adapter of each row, and of each token; bring those back that have lost their place.
+    def _set_active_loras(self, slots: dict[str, int], counts: Sequence[int]) -> None:
+        """Tell vLLM's kernels the adapter of each row, and of each token; activate adapters that have been evicted.
 
-        vLLM does this in every step. It waits for the device, so here it is done where the batch or a place changes.
+        vLLM does this in every step. It waits for the device, so here it is done when the batch or a LoRA slot changes.
+
+        Args:
+            slots: of the requests, in the order of rows.
+            counts: tokens of each row.
         """
         runner = self._runner
-        if runner.lora_config is not None:
-            runner._set_active_loras(*runner.lora_state.make_lora_inputs(request_ids, slots, counts))
-            self._adapter_places = list(runner.model.lora_manager.lora_index_to_id)
+        if runner.lora_config is None:
+            return
+        inputs = runner.lora_state.make_lora_inputs(
+            list(slots), np.fromiter(slots.values(), np.int64, len(slots)), np.asarray(counts, np.int32)
+        )
+        runner._set_active_loras(*inputs)
+        self._lora_slots = list(runner.model.lora_manager.lora_index_to_id)
 
     def _have_adapters_moved(self) -> bool:
-        """Whether an adapter has come into a place, or left one, since rows were last told theirs."""
+        """Whether an adapter has entered or left a LoRA slot since kernels were last told those of the rows."""
         runner = self._runner
         return (
-            runner.lora_config is not None
-            and runner.model.lora_manager.lora_index_to_id != self._adapter_places
+            runner.lora_config is not None and runner.model.lora_manager.lora_index_to_id != self._lora_slots
         )
 
     def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
@@ -729,8 +739,7 @@ class StepGraphs:
         self._armed = None
         self._update_requests(output)
         batch = self._batch_of(step.request_ids, desc, size, step)
-        slots = np.fromiter(batch.slots.values(), np.int64, len(batch.slots))
-        self._place_adapters(step.request_ids, slots, np.asarray(step.counts, np.int32))
+        self._set_active_loras(batch.slots, step.counts)
         self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
@@ -1009,6 +1018,19 @@ class StepGraphs:
         num_logprobs = self._replayed.graphs.parameters["num_logprobs"]
         of_rows = num_logprobs.index_select(0, self._inputs.request_slots[:size])
         self._record.write(logits, self._tokens[:size], of_rows)
+
+
+def _adapter_of_one_row(runner: Any) -> AbstractContextManager[None]:
+    """Return a context in which ends are captured: with LoRA, the first row has an adapter.
+
+    Captured kernels skip rows without one. vLLM's write all rows that they are told of, though a smaller batch has
+    fewer: so no more than the smallest end has.
+    """
+    counts = np.ones(1, np.int32)
+    context: AbstractContextManager[None] = runner.maybe_dummy_run_with_lora(
+        runner.lora_config, counts, None, num_active_loras=1
+    )
+    return context
 
 
 def _decode_graphs(manager: Any, max_num_reqs: int, *, num_adapters: int) -> dict[int, Any]:

@@ -1,7 +1,7 @@
 """On CUDA: steady decode steps are replayed whole, alternate with vLLM's own, and say the same to the bit.
 
-``ROSE_STEP_GRAPH_REQUESTS`` and ``ROSE_STEP_GRAPH_STEPS`` make the two longer tests longer. ``test_a_long_day``
-is long as it is.
+``ROSE_STEP_GRAPH_REQUESTS``, at least 150 so that blocks are evicted, and ``ROSE_STEP_GRAPH_STEPS`` set the length of
+the two longer tests. ``test_a_long_day`` is long as it is.
 """
 
 from __future__ import annotations

@@ -560,6 +560,7 @@ def test_each_rank_loads_its_rows_of_a_gate(num_ranks: int, is_fused: bool) -> N
         halves: Any = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
         torch.nn.Module.__init__(halves)
         halves.tp_rank, halves.tp_size, halves.output_sizes = rank, num_ranks, [8, 8]
+        halves.prefix = "gate"
         param = BasevLLMParameter.__new__(ModelWeightParameter, torch.empty(2 * size, 3))
         param._output_dim, param.tp_rank, param.tp_size = 0, rank, num_ranks
         halves.quant_method = SimpleNamespace(packed_address=None)
@@ -568,11 +569,22 @@ def test_each_rank_loads_its_rows_of_a_gate(num_ranks: int, is_fused: bool) -> N
             decoder._load_gate_up(halves, param, weight, part)
         wanted = param.data.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).clone()
         assert not torch.isnan(wanted).any()
+        own = param.data.clone()
         halves.quant_method.packed_address = param.data_ptr()
         param.data.fill_(torch.nan)
         for weight, part in weights:
             decoder._load_gate_up(halves, param, weight, part)
         assert torch.equal(param.data, wanted)
+        # In vLLM's own format, of this rank alone.
+        param.data.fill_(torch.nan)
+        decoder._copy_gate_up(halves, param, own)
+        assert torch.equal(param.data, wanted)
+        for wrong in (torch.zeros(2 * size + 4, 3), own[:-1]):
+            with pytest.raises(ModelError, match="gate: a weight has shape"):
+                decoder._copy_gate_up(halves, param, wrong)
+            with pytest.raises((RuntimeError, IndexError)):
+                decoder._load_gate_up(halves, param, wrong[: 2 * size - 1], None)
+            assert torch.equal(param.data, wanted)
 
 
 def test_a_tied_head_follows_its_embedding(

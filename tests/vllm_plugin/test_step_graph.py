@@ -1432,7 +1432,7 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
         sampler=sampler,
         cudagraph_manager=SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: [object()]}),
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(enable_eplb=False),
+            parallel_config=SimpleNamespace(enable_eplb=False, tensor_parallel_size=1),
             observability_config=SimpleNamespace(cudagraph_metrics=False),
             kv_transfer_config=None,
             scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER_CLASS),
@@ -1506,18 +1506,38 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("is_specialized", "is_moe", "reason"),
-    [(False, False, None), (True, False, "--specialize-active-lora"), (False, True, "LoRA of experts")],
+    ("path", "value", "reason"),
+    [
+        ("model_config.is_moe", False, None),
+        ("lora_config.specialize_active_lora", True, "--specialize-active-lora"),
+        ("model_config.is_moe", True, "LoRA of experts"),
+        ("model_config.is_multimodal_model", True, "LoRA of a multimodal model"),
+        ("model_config.is_hybrid", True, "LoRA of a model with states"),
+        ("parallel_config.tensor_parallel_size", 2, "LoRA with tensor parallelism"),
+    ],
 )
-def test_engines_with_adapters_are_replayed(is_specialized: bool, is_moe: bool, reason: str | None) -> None:
+def test_engines_with_adapters_are_replayed(path: str, value: Any, reason: str | None) -> None:
     runner = make_runner([make_group(FULL)])
     config = runner.vllm_config
-    config.lora_config, config.model_config.is_moe = (
-        SimpleNamespace(specialize_active_lora=is_specialized),
-        is_moe,
-    )
-    runner.lora_config = config.lora_config
+    config.lora_config = runner.lora_config = SimpleNamespace(specialize_active_lora=False)
+    owner, name = path.split(".")
+    setattr(getattr(config, owner), name, value)
     assert why_engine_is_not_replayed(runner) == reason
+
+
+@pytest.mark.parametrize("smallest", [1, 2, 8])
+def test_vllms_kernels_write_no_rows_behind_an_end_that_is_captured(smallest: int) -> None:
+    """They write each row that the mapping has, so it has none that the smallest end has not."""
+    mapped: list[Any] = []
+
+    def note(config: Any, counts: Any, *_: Any, num_active_loras: int) -> Any:
+        assert config == "LoRA" and num_active_loras == 1
+        mapped.extend(counts)
+        return nullcontext()
+
+    runner = SimpleNamespace(lora_config="LoRA", maybe_dummy_run_with_lora=note)
+    with step_graph._adapter_of_one_row(runner):
+        assert mapped and sum(mapped) <= smallest
 
 
 @pytest.mark.parametrize("case", CHANGES)

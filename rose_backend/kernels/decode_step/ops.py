@@ -177,10 +177,10 @@ def begin_mixed_step(
 
 
 def _without_states(groups: StepGroups) -> list[StepGroup]:
-    """Return all groups.
+    """Return all groups, none of which may have states.
 
     Raises:
-        ShapeError: there are groups with states.
+        ShapeError: one has.
     """
     attention = [group for group in groups.groups if isinstance(group, StepGroup)]
     if len(attention) < len(groups.groups):

@@ -71,8 +71,8 @@ AUDITED_CLASSES: dict[str, str] = {
 """``module:class``, exactly, as a subclass may keep what its base does not, with the reason."""
 
 _FEATURES = (
-    "Features of images are written before forward, and cleared behind it, in steps with some. Without any, forward "
-    "adds zeros, and embed_input_ids only reads the table."
+    "A step with images writes their features before forward and clears them afterwards. In a step without images "
+    "forward adds zeros, and embed_input_ids only reads the table."
 )
 _STATES = (
     "Layers with a state find and leave it where metadata says. Without images, embed_input_ids only reads the "

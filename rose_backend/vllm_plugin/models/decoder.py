@@ -6,7 +6,7 @@ nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full
 Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Where layers
 are packed, the rows of the two parts of a gated MLP take turns. What is loaded first is rearranged when everything is
 loaded. Whatever is loaded later, by whichever of vLLM's entrances, goes through the parameters' weight loaders, which
-write it where its rows belong: no update needs another call, or memory of its own.
+write it where its rows belong: no update needs a further call or extra memory.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LoadedNorm:
             keep(self._scale)
         if packs:
             module.rose_scale = self._scale
-            _load_by(module, _load_norm)
+            _load_by(module, _load_norm, _load_norm)
 
     def read(self) -> Norm:
         """Return the norm as it is loaded now."""
@@ -143,8 +143,8 @@ def _load_norm(module: Any, param: torch.Tensor, loaded_weight: torch.Tensor) ->
         PackedNorm(param.data, module.variance_epsilon, module.rose_scale).update_scale()
 
 
-def _load_by(module: Any, load: Any) -> None:
-    """Make ``load`` the weight loader of a module's parameters.
+def _load_by(module: Any, load: Any, copy: Any) -> None:
+    """Make ``load`` the weight loader of a module's parameters; ``copy`` takes this rank's weights as they are.
 
     As a method of the module: what vLLM keeps of parameters for reloads must not keep the module.
     """
@@ -155,7 +155,7 @@ def _load_by(module: Any, load: Any) -> None:
     def parameter_for_copy(name: str) -> torch.nn.Parameter:
         """Return what vLLM copies a weight into that is not in a checkpoint's format, past its loader."""
         parameter = torch.nn.Parameter(get_parameter(name).data, requires_grad=False)
-        parameter.copy_ = partial(load, module, parameter)  # type: ignore[method-assign]
+        parameter.copy_ = partial(copy, module, parameter)  # type: ignore[method-assign]
         return parameter
 
     module.get_parameter = parameter_for_copy
@@ -178,7 +178,7 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         """Of the weight, once its rows and the bias's alternate."""
         module.quant_method = self
         if packs and gated:
-            _load_by(module, _load_gate_up)
+            _load_by(module, _load_gate_up, _copy_gate_up)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Let rows alternate, in place, if they do not yet."""
@@ -226,10 +226,27 @@ def _load_gate_up(
     rows = param.data.unflatten(0, (-1, 2))
     size, rank = len(rows), module.tp_rank
     parts = (loaded_shard_id,) if isinstance(loaded_shard_id, int) else loaded_shard_id or (0, 1)
-    for index, part in enumerate(parts):
-        loaded = loaded_weight.narrow(0, (index * module.tp_size + rank) * size, size)
-        assert loaded.shape == rows[:, part].shape  # As vLLM's.
-        rows[:, part].copy_(loaded)
+    loaded = [
+        loaded_weight.narrow(0, (index * module.tp_size + rank) * size, size) for index in range(len(parts))
+    ]
+    # As vLLM's, before anything is written.
+    assert all(each.shape == rows[:, part].shape for each, part in zip(loaded, parts, strict=True))
+    for each, part in zip(loaded, parts, strict=True):
+        rows[:, part].copy_(each)
+
+
+def _copy_gate_up(
+    module: Any,
+    param: torch.Tensor,  # [2 * I, E] or [2 * I]
+    loaded_weight: torch.Tensor,  # the same, one part after the other, of this rank
+) -> None:
+    if loaded_weight.shape != param.shape:
+        raise ModelError(
+            f"{module.prefix}: a weight has shape {tuple(loaded_weight.shape)}, expected {tuple(param.shape)}"
+        )
+    if module.quant_method.packed_address is not None:
+        loaded_weight = loaded_weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    param.data.copy_(loaded_weight)
 
 
 def norm_of(module: Any) -> Norm:
