@@ -31,7 +31,7 @@ Letters that shapes are written in, everywhere in this package:
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
-``U``   places for LoRA adapters; ``Z`` is their largest rank
+``U``   LoRA slots; ``Z`` is the largest rank of an adapter
 ``P``   parts of a sum; rows of the position embedding or of the rotary table
 ======  =======================================================
 """

@@ -440,12 +440,12 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """LoRA adapters of a linear layer, in places; the layer has one to three parts, such as query, key and value."""
+    """The adapters in the LoRA slots of a linear layer, which has one to three slices, such as query, key and value."""
 
-    downs: tuple[torch.Tensor, ...]
-    """Of each part, [U, Z, E] contiguous: zeros where an adapter has nothing, and behind its rank."""
-    ups: tuple[torch.Tensor, ...]
-    """Of each part, [U, O, Z] contiguous, with the adapter's scale."""
+    lora_a: tuple[torch.Tensor, ...]
+    """Of each slice, [U, Z, E] contiguous: zeros where an adapter has nothing, and behind its rank."""
+    lora_b: tuple[torch.Tensor, ...]
+    """Of each slice, [U, O, Z] contiguous, with the adapter's scale."""
 
 
 class AdapterRows(NamedTuple):
@@ -453,8 +453,8 @@ class AdapterRows(NamedTuple):
 
     rows: torch.Tensor
     """[T] int64: all rows."""
-    places: torch.Tensor
-    """[T] int64, rising: the place of the adapter that each of these rows has. One that is no place stands for none."""
+    slots: torch.Tensor
+    """[T] int64, rising: the LoRA slot of each of these rows. A number that is no slot stands for no adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -269,7 +269,7 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
                 assert hidden.shape == (metadata.num_actual_tokens, 128)
             launched += recorded.sources
     assert model._layers[0].qkv.packed is not None
-    assert any(source.name == "_adapters_down_kernel" for source in launched) == enable_lora
+    assert any(source.name == "_adapters_shrink_kernel" for source in launched) == enable_lora
     missing = [source for source in launched if source not in ahead]
     assert not missing, missing
     sampling = {*SAMPLER_KERNELS, *REPORT_KERNELS, *MASK_KERNELS}

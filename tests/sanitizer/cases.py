@@ -179,8 +179,8 @@ def differences(left: kernels.NormInput | None, hidden: torch.Tensor) -> list[to
     return [left.scaled - plain.scaled, left.moments.sum(2) - plain.moments.sum(2)]
 
 
-def adapters(places: list[int], rank: int, *widths: int) -> Case:
-    """LoRA adapters of rows added to a product, of two parts with columns in turns."""
+def adapters(slots: list[int], rank: int, *widths: int) -> Case:
+    """LoRA adapters of rows added to a product, of two slices with columns in turns."""
 
     def run(device: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(9)
@@ -188,12 +188,12 @@ def adapters(places: list[int], rank: int, *widths: int) -> Case:
         def draw(*shape: int) -> torch.Tensor:
             return (0.1 * torch.randn(shape, generator=generator)).half().to(device)
 
-        parts = [(draw(3, rank, 603), draw(3, width, rank)) for width in widths]
-        x, out = draw(len(places), 603), draw(len(places), sum(widths))
+        slices = [(draw(3, rank, 603), draw(3, width, rank)) for width in widths]
+        x, out = draw(len(slots), 603), draw(len(slots), sum(widths))
         kernels.add_adapters(
             x,
-            kernels.Adapters(*zip(*parts, strict=True)),
-            kernels.adapter_rows(torch.tensor(places, device=device)),
+            kernels.Adapters(*zip(*slices, strict=True)),
+            kernels.adapter_rows(torch.tensor(slots, device=device)),
             out,
             alternating=len(widths) == 2,
         )

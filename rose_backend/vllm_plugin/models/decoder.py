@@ -107,10 +107,8 @@ def _adapters_of(module: Any) -> Adapters | None:
     """Return the adapters of a linear module that vLLM has wrapped, which it fills in place; None of another one."""
     if not isinstance(module, BaseLinearLayerWithLoRA):
         return None
-    downs, ups = (
-        tuple(each[:, 0] for each in part) for part in (module.lora_a_stacked, module.lora_b_stacked)
-    )
-    return Adapters(downs, ups)
+    stacked = (module.lora_a_stacked, module.lora_b_stacked)
+    return Adapters(*(tuple(each[:, 0] for each in slices) for slices in stacked))
 
 
 class LoadedNorm:

@@ -215,8 +215,8 @@ class RecordedDecoder:
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
         """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
-        places = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=_META)
-        for rows in (None, adapter_rows(places)) if self._has_adapters else (None,):
+        slots = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=_META)
+        for rows in (None, adapter_rows(slots)) if self._has_adapters else (None,):
             self._run(metadata, rows)
 
     def _run(self, metadata: RoseAttentionMetadata, rows: AdapterRows | None) -> None:
@@ -262,9 +262,10 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
         if lora is not None:
-            downs = tuple(empty(lora.max_loras, lora.max_lora_rank, fan_in) for _ in widths)
+            slots, rank = lora.max_loras, lora.max_lora_rank
             adapters = Adapters(
-                downs, tuple(empty(lora.max_loras, width, lora.max_lora_rank) for width in widths)
+                tuple(empty(slots, rank, fan_in) for _ in widths),
+                tuple(empty(slots, width, rank) for width in widths),
             )
         return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None, adapters=adapters)
 
