@@ -107,6 +107,7 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
         ({"enable_lora": True, "fully_sharded_loras": True}, "--fully-sharded-loras"),
         ({"enable_lora": True, "max_loras": 9}, "LoRA of more than 8 adapters at once"),
         ({"enable_lora": True, "max_lora_rank": 128}, "LoRA of ranks above 64"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "LoRA with tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"speculative_config": n_grams()}, "drafts"),
         ({"cpu_offload_gb": 1}, "weight offloading"),

@@ -148,6 +148,7 @@ def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
         # Not tried.
         "LoRA of more than 8 adapters at once": lora.max_loras > 8,
         "LoRA of ranks above 64": lora.max_lora_rank > 64,
+        "LoRA with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
     }
     return first_reason(reasons)
 
