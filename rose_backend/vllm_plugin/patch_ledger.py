@@ -135,20 +135,20 @@ LEDGER: dict[str, Patch] = {
         reason="what surrounds vLLM's graphs is captured right after them, in their memory pool, whose size is "
         "estimated from graphs of all sizes",
         remove_when="vLLM captures whole steps",
-        build=f"{_PLUGIN}.step_graph:wrap_capture_model",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",
     ),
     "step_graph_execution": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         reason="steps are replayed whole instead of launched one operation at a time",
         remove_when="vLLM replays whole steps",
-        build=f"{_PLUGIN}.step_graph:wrap_execute_model",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_execute_model",
     ),
     "step_graph_sampling": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         reason="a step that was replayed whole has its tokens already; in other steps the product with the head "
         "gets as many rows as in a replay, so that both round alike",
         remove_when="vLLM replays whole steps",
-        build=f"{_PLUGIN}.step_graph:wrap_sample_tokens",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_sample_tokens",
     ),
     "step_graph_logprobs": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
@@ -161,14 +161,14 @@ LEDGER: dict[str, Patch] = {
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_lora_state",
         reason="vLLM calls it after every replacement of weights: graphs may hold the addresses of what was replaced",
         remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
-        build=f"{_PLUGIN}.graph_addresses:wrap_reset_lora_state",
+        build=f"{_PLUGIN}.step_graph.addresses:wrap_reset_lora_state",
     ),
     **{
         f"step_graph_{method}": Patch(
             target=f"vllm.v1.worker.gpu_worker:Worker.{method}",
             reason=f"as step_graph_reload, {when}",
             remove_when="vLLM tells plugins of replaced weights, or promises that they never move",
-            build=f"{_PLUGIN}.graph_addresses:wrap_worker_method",
+            build=f"{_PLUGIN}.step_graph.addresses:wrap_worker_method",
         )
         for method, when in (
             ("wake_up", "where memory was given back and has been taken again"),

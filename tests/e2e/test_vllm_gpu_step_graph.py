@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph import StepGraphs
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens

@@ -24,7 +24,7 @@ from vllm.config import CUDAGraphMode, KVEventsConfig
 from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph import StepGraphs
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.random_checkpoints import LORA_MODULES, save_adapter
 from tests.support.random_vision_checkpoints import (

@@ -41,9 +41,10 @@ from rose_backend.errors import ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
-from rose_backend.vllm_plugin import graph_addresses, pending_kernels
+from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_model import recorded_layer, recorded_steps
+from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint

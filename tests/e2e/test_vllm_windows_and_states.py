@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from rose_backend.vllm_plugin.kv_cache.checkpoints import MIN_TOKENS_WORTH_A_CHECKPOINT
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
-from rose_backend.vllm_plugin.step_graph import has_prompts, why_step_is_not_replayed
+from rose_backend.vllm_plugin.step_graph.reasons import has_prompts, why_step_is_not_replayed
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import mixed_prompts
 from tests.support.random_checkpoints import (

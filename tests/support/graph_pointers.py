@@ -18,7 +18,7 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import set_current_vllm_config
 
-from rose_backend.vllm_plugin.graph_addresses import Range, addresses_of
+from rose_backend.vllm_plugin.step_graph.addresses import Range, addresses_of
 
 MAX_NAME = 100
 UNSET_BEYOND = 64

@@ -91,7 +91,6 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.models.rope import RotaryOptions, rotary_table
-from rose_backend.vllm_plugin import graph_addresses
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
     RoseAttentionImpl,
@@ -106,7 +105,8 @@ from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTo
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
-from rose_backend.vllm_plugin.step_graph import STATE_BUILDERS
+from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
+from rose_backend.vllm_plugin.step_graph.reasons import STATE_BUILDERS
 from tests.conftest import ROOT
 from tests.support.vllm_plugin.configs import MakeConfig
 from tests.support.vllm_plugin.simulation import make_simulation

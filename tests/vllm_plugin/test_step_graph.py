@@ -40,31 +40,34 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.decode_step.ops import end_step, write_block_ids
-from rose_backend.vllm_plugin import graph_addresses, step_graph
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.graph_addresses import (
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
+from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
+from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.sampler import ReplayedSampling
+from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
+from rose_backend.vllm_plugin.step_graph import runner_hooks
+from rose_backend.vllm_plugin.step_graph import steps as graph_steps
+from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
+from rose_backend.vllm_plugin.step_graph.addresses import (
     StaleGraphs,
     which_graphs_hold,
     wrap_reset_lora_state,
     wrap_worker_method,
 )
-from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
-from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
-from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.sampler import ReplayedSampling
-from rose_backend.vllm_plugin.step_graph import (
+from rose_backend.vllm_plugin.step_graph.inputs import ModelInputs, copies_of, groups_of
+from rose_backend.vllm_plugin.step_graph.outputs import NUM_BUFFERS
+from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_MIXED_STEPS,
     FIELDS_OF_OTHER_STEPS,
-    NUM_BUFFERS,
     NUM_LOGITS_PROCESSORS,
     STATE_BUILDERS,
-    ModelInputs,
-    StepGraphs,
     has_prompts,
     why_engine_is_not_replayed,
     why_step_is_not_replayed,
 )
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, POISON, make_case, make_mixed_case
 from tests.support.interpreter import run_interpreted
 from tests.support.random_checkpoints import (
@@ -194,7 +197,7 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
         written.append(writes.shape[1])
         write_block_ids(writes, groups)
 
-    monkeypatch.setattr(step_graph, "write_block_ids", write)
+    monkeypatch.setattr(graph_steps, "write_block_ids", write)
     for _ in range(3):
         requests.add(8)
     counts = []
@@ -899,10 +902,10 @@ class CapturedRunner(SamplingRunner):
         self.model.layer, self.model.take_moved_weights = Layer(), lambda: self.events.append("taken")
         monkeypatch.setattr(StepGraphs, "capture", self._note_capture)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-        monkeypatch.setattr(step_graph, "set_current_vllm_config", lambda _: nullcontext())
-        monkeypatch.setattr(step_graph, "largest_of_ranks", lambda stale: max(stale, self.elsewhere))
-        monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: None)
-        monkeypatch.setattr(step_graph, "_room_for_logits", self._give_stream)
+        monkeypatch.setattr(runner_hooks, "set_current_vllm_config", lambda _: nullcontext())
+        monkeypatch.setattr(runner_hooks, "largest_of_ranks", lambda stale: max(stale, self.elsewhere))
+        monkeypatch.setattr(runner_hooks, "why_engine_is_not_replayed", lambda _: None)
+        monkeypatch.setattr(runner_hooks, "_room_for_logits", self._give_stream)
         addresses_of = graph_addresses.addresses_of
         self.num_comparisons = -1
         self.elsewhere = StaleGraphs.NONE
@@ -912,10 +915,10 @@ class CapturedRunner(SamplingRunner):
             return addresses_of(runner)
 
         monkeypatch.setattr(graph_addresses, "addresses_of", counted)
-        self.execute = step_graph.wrap_execute_model(lambda self, *args: self.events.append("vLLM's step"))
-        self.take = step_graph.wrap_sample_tokens(lambda self, grammar: None)
+        self.execute = runner_hooks.wrap_execute_model(lambda self, *args: self.events.append("vLLM's step"))
+        self.take = runner_hooks.wrap_sample_tokens(lambda self, grammar: None)
         self.own_logits = self.model.compute_logits
-        step_graph._capture_steps(self, "stream")  # type: ignore[arg-type]
+        runner_hooks._capture_steps(self, "stream")  # type: ignore[arg-type]
         self.events.clear()
 
     def _note_capture(self, stream: Any) -> None:
@@ -930,7 +933,7 @@ class CapturedRunner(SamplingRunner):
         streams.append("another stream")
 
     def capture_model(self) -> None:
-        step_graph.wrap_capture_model(lambda self, profile_only: self.events.append("vLLM's"))(self)
+        runner_hooks.wrap_capture_model(lambda self, profile_only: self.events.append("vLLM's"))(self)
 
     def replace(self, path: str) -> None:
         """Put a copy in the place of a tensor."""
@@ -1081,7 +1084,7 @@ def test_the_log_names_some_of_many(monkeypatch: pytest.MonkeyPatch, rose_log: l
         f"model.layers.{n}": graph_addresses.Range(0, 1) for n in range(50)
     }
     wrap_reset_lora_state(lambda _: None)(runner)
-    assert step_graph._steps_of(runner) is not None
+    assert runner_hooks._steps_of(runner) is not None
     (line,) = (line for line in rose_log if "captured again" in line)
     assert "because 50 tensors of" in line and line.endswith("model.layers.19, ...")
 
@@ -1181,7 +1184,7 @@ def test_runners_without_steps_are_left_alone() -> None:
     runner = SimpleNamespace(cudagraph_manager=None)
     wrap_reset_lora_state(lambda _: None)(runner)
     wrap_worker_method(lambda _: None)(SimpleNamespace(model_runner=runner))
-    assert step_graph._steps_of(runner) is None
+    assert runner_hooks._steps_of(runner) is None
 
 
 def test_steps_are_not_given_up_before_their_tokens_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1235,9 +1238,11 @@ class HookedRunner:
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
-        monkeypatch.setattr(step_graph, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append))
-        monkeypatch.setattr(step_graph, "GraphAddresses", lambda runner: "addresses")
-        monkeypatch.setattr(step_graph, "_room_for_logits", self.note_stream)
+        monkeypatch.setattr(
+            runner_hooks, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append)
+        )
+        monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: "addresses")
+        monkeypatch.setattr(runner_hooks, "_room_for_logits", self.note_stream)
 
     @contextmanager
     def note_stream(self, _: Any, streams: list[Any]) -> Iterator[None]:
@@ -1252,7 +1257,7 @@ class HookedRunner:
         return call
 
     def capture(self, **options: Any) -> int:
-        hooked = step_graph.wrap_capture_model(self.method("capture", 7))
+        hooked = runner_hooks.wrap_capture_model(self.method("capture", 7))
         return int(hooked(self, **options))
 
 
@@ -1261,7 +1266,7 @@ class HookedRunner:
 def test_graphs_are_captured_behind_vllms(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
 ) -> None:
-    monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: reason)
+    monkeypatch.setattr(runner_hooks, "why_engine_is_not_replayed", lambda _: reason)
     hooked = HookedRunner(monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
@@ -1295,11 +1300,11 @@ def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(monkeypatch
         def _capture_stream(self, desc: Desc) -> str:
             return "vLLM's stream"
 
-    monkeypatch.setattr(step_graph, "CapturedGraphs", {int: Graphs})
+    monkeypatch.setattr(runner_hooks, "CapturedGraphs", {int: Graphs})
     monkeypatch.setattr(cudagraph_pool, "set_graph_pool_id", lambda _: None)
     captures, manager, streams = Captures(), Streams(), []
     captures.cudagraph_manager = manager
-    with step_graph._room_for_logits(captures, streams):
+    with runner_hooks._room_for_logits(captures, streams):
         for desc in manager._capture_descs[CUDAGraphMode.FULL]:
             # The stream is asked for as an argument of the graph's capture.
             events.append((desc.num_tokens, manager._capture_stream(desc)))
@@ -1317,7 +1322,7 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
-    monkeypatch.setattr(step_graph, "why_engine_is_not_replayed", lambda _: "LoRA")
+    monkeypatch.setattr(runner_hooks, "why_engine_is_not_replayed", lambda _: "LoRA")
     hooked = HookedRunner(monkeypatch)
     manager = hooked.cudagraph_manager
     manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
@@ -1332,13 +1337,13 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
         manager._capture_mem_samples.extend(map(memory_of, captured))
         return sum(map(memory_of, captured))
 
-    measured = step_graph.wrap_capture_model(capture)(hooked, profile_only=True)
+    measured = runner_hooks.wrap_capture_model(capture)(hooked, profile_only=True)
     assert manager._capture_descs[CUDAGraphMode.FULL] == sizes
     samples = manager._capture_mem_samples
-    if num_graphs <= step_graph.PROFILED_GRAPHS:
+    if num_graphs <= runner_hooks.PROFILED_GRAPHS:
         assert captured == sizes[:2] and samples == [*map(memory_of, captured)]
         return
-    assert len(set(captured)) == step_graph.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
+    assert len(set(captured)) == runner_hooks.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
     assert captured[:3] == sizes[:3] and captured[-1] == 1
     assert max(np.diff(captured[2:])) < 0 and np.ptp(np.diff(captured[2:])) <= 1 + (num_graphs > 20)
     # As vLLM computes it. No graph gives back what others need.
@@ -1355,8 +1360,8 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
         take_output=lambda grammar: outputs.pop() if outputs else None,
         note_vllm_step=lambda: launched.append("noted"),
     )
-    execute = step_graph.wrap_execute_model(hooked.method("execute", "vLLM's"))
-    sample = step_graph.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
+    execute = runner_hooks.wrap_execute_model(hooked.method("execute", "vLLM's"))
+    sample = runner_hooks.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
     # Before graphs are captured, while vLLM profiles.
     assert execute(hooked, "steady") == sample(hooked, None) == "vLLM's"
     hooked.cudagraph_manager.rose_step_graphs = steps
@@ -1536,7 +1541,7 @@ def test_vllms_kernels_write_no_rows_behind_an_end_that_is_captured(smallest: in
         return nullcontext()
 
     runner = SimpleNamespace(lora_config="LoRA", maybe_dummy_run_with_lora=note)
-    with step_graph._adapter_of_one_row(runner):
+    with StepAdapters(runner).in_one_row():
         assert mapped and sum(mapped) <= smallest
 
 
@@ -1781,9 +1786,9 @@ class StateSteps:
         """Run a step's prologue."""
         steps: Any = object.__new__(StepGraphs)
         steps._runner, steps._slots, steps._state = self, self.case.slots, self.case.state
-        steps._inputs, steps._groups = self.case.inputs, step_graph._groups_of(self)
+        steps._inputs, steps._groups = self.case.inputs, groups_of(self)
         steps._model_inputs = ModelInputs(self, self.num_rows)
-        steps._copies = step_graph._copies_of(self)
+        steps._copies = copies_of(self)
         steps._begin(self.num_rows, None)
 
 

@@ -1,0 +1,1 @@
+"""Steps that are replayed whole, by vLLM's model runner V2."""

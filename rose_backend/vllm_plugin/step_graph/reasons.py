@@ -1,0 +1,177 @@
+"""Which engines and steps are replayed whole, and why others are not; equal on all ranks of a tensor parallel group."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.options import (
+    first_reason,
+    has_connector_in_layers,
+    uses_rose_manager,
+    why_adapters_need_vllms_steps,
+)
+
+NUM_LOGITS_PROCESSORS = 3
+"""vLLM's own: bias, penalties, bad words."""
+
+_FIELDS_OF_ENCODER_CACHE = ("free_encoder_mm_hashes", "encoder_input_updates")
+"""Of items whose encoder outputs are needed no more; the second is there from vLLM 0.33 on."""
+FIELDS_OF_CHANGED_BATCHES = (
+    *("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies"),
+    *_FIELDS_OF_ENCODER_CACHE,
+)
+_FIELDS_OF_STEADY_STEPS = (
+    *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+    *("finished_req_ids", "preempted_req_ids"),
+    # Grammar masks arrive in sample_tokens, after the layers have been launched.
+    *("has_structured_output_requests", "pending_structured_output_tokens"),
+    # Handed to the KV connector.
+    "kv_connector_metadata",
+    *_FIELDS_OF_ENCODER_CACHE,
+    # New blocks of attention beside states, and checkpoints of states.
+    *("new_block_ids_to_zero", "kv_cache_block_copies"),
+    # Not read by workers.
+    *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
+)
+FIELDS_OF_MIXED_STEPS = ("scheduled_new_reqs", "scheduled_encoder_inputs")
+"""Further fields that a mixed step may have."""
+FIELDS_OF_OTHER_STEPS = tuple(
+    each.name
+    for each in fields(SchedulerOutput)
+    if each.name not in (*_FIELDS_OF_STEADY_STEPS, *FIELDS_OF_MIXED_STEPS)
+)
+"""Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
+
+STATE_BUILDERS: dict[type, tuple[str, str | None]] = {
+    GDNAttentionMetadataBuilder: ("non_spec_state_indices_tensor", "non_spec_query_start_loc"),
+    Mamba2AttentionMetadataBuilder: ("state_indices_tensor_d", None),
+    ShortConvAttentionMetadataBuilder: ("state_indices_tensor_d", None),
+}
+"""vLLM's metadata builders of layers with a state, by exact type, with their tensors that graphs of decodes read: the
+block of each row's state, the null block in rows of padding, and a copy of the step's ``query_start_loc``."""
+
+
+def why_engine_is_not_replayed(runner: Any) -> str | None:
+    """Return what in this engine a replayed step leaves out; None if nothing.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V2), its attention initialized.
+    """
+    state, sampler, manager = runner.model_state, runner.sampler, runner.cudagraph_manager
+    config = runner.vllm_config
+    reasons = {
+        "drafts": runner.speculative_config is not None or runner.use_aux_hidden_state_outputs,
+        "pipeline parallelism": runner.use_pp,
+        "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
+        "engines in step with others": runner.dp_size > 1,
+        "microbatches": runner.ubatch_runner is not None,
+        "pooling": runner.is_pooling_model,
+        "a KV connector that works layer by layer": has_connector_in_layers(config),
+        "an encoder cache connector": runner.ec_connector is not NO_OP_EC_CONNECTOR,
+        "outputs for a connector": runner.aux_output_connector is not None,
+        "expert load balancing": config.parallel_config.enable_eplb or runner.check_ep_fault,
+        "KV sharing in prefill": runner.fast_prefill is not None,
+        "sharded sampling": runner.batch_sharder is not None,
+        "graph metrics": config.observability_config.cudagraph_metrics,
+        "a model with its own state": type(state) not in (DefaultModelState, MambaHybridModelState)
+        or state.prompt_embeds_state is not None
+        or state.num_new_sampled_tokens_per_step != 1,
+        "another sampler": type(sampler) is not Sampler,
+        "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
+    }
+    return (
+        first_reason(reasons)
+        or _why_model_inputs_are_not_replayed(runner)
+        or why_adapters_need_vllms_steps(config)
+        or _why_sampler_is_not_replayed(sampler)
+        or _why_attention_is_not_replayed(runner)
+        or _why_states_are_not_replayed(runner)
+    )
+
+
+def _why_model_inputs_are_not_replayed(runner: Any) -> str | None:
+    state = runner.model_state
+    is_plain = hasattr(runner.model, "lm_head") and not state.supports_mm_inputs and state.rope_state is None
+    unaudited = None if is_plain else find_unaudited(runner.model_config, only_decodes=True)
+    reasons = {
+        f"{unaudited} is not among the audited models": unaudited is not None,
+        "pruning of videos": state.mm_pruner is not None,
+    }
+    return first_reason(reasons)
+
+
+def _why_sampler_is_not_replayed(sampler: Any) -> str | None:
+    reasons = {
+        "custom logits processors": len(sampler.logits_processors) != NUM_LOGITS_PROCESSORS,
+        "replayed traces": sampler.trace_replay_state is not None,
+        "sampling masks": sampler.return_sampling_mask,
+        "VLLM_COMPUTE_NANS_IN_LOGITS": sampler.compute_nans,
+    }
+    return first_reason(reasons)
+
+
+def _why_attention_is_not_replayed(runner: Any) -> str | None:
+    groups = [group for of_kv_cache_group in runner.attn_groups for group in of_kv_cache_group]
+    reasons = {
+        # Each KV cache group has block tables, and layers that read them.
+        "KV cache groups without attention": not all(runner.attn_groups)
+        or not len(runner.attn_groups) == runner.block_tables.num_kv_cache_groups > 0,
+        "another attention backend": any(
+            type(each) not in (RoseAttentionMetadataBuilder, *STATE_BUILDERS)
+            for group in groups
+            for each in group.metadata_builders
+        ),
+        "blocks split for a kernel": any(group.kernel_block_size is not None for group in groups),
+        "writes to the null block": runner.block_tables.redirect_writes_to_null_block,
+    }
+    return first_reason(reasons)
+
+
+def _why_states_are_not_replayed(runner: Any) -> str | None:
+    """Return why steps of layers with a state are vLLM's; None if they may be replayed, or there are none.
+
+    vLLM copies a state to the block of a row's next column. Rose's block manager has one block in all columns, so a
+    step that is replayed copies nothing.
+    """
+    if type(runner.model_state) is not MambaHybridModelState:
+        return None
+    reasons = {
+        "states without Rose's block manager": not uses_rose_manager(runner.vllm_config),
+        "--use-replayssm": runner.vllm_config.cache_config.use_replayssm,
+    }
+    return first_reason(reasons)
+
+
+def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
+    """Return what a step has besides tokens of running and of new requests; None if nothing."""
+    for name in FIELDS_OF_OTHER_STEPS:
+        if getattr(output, name):
+            return name
+    if output.scheduled_cached_reqs.resumed_req_ids:
+        return "resumed requests"
+    return None if output.total_num_scheduled_tokens else "no tokens"
+
+
+def has_prompts(output: SchedulerOutput) -> bool:
+    """Whether a step has anything besides one token for each running request: new requests, chunks.
+
+    A prompt of which one token is left looks like a decode.
+    """
+    num_requests = len(output.num_scheduled_tokens)
+    return not (
+        num_requests == output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
+        and not any(getattr(output, name) for name in FIELDS_OF_MIXED_STEPS)
+    )

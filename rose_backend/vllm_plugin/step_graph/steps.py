@@ -1,0 +1,607 @@
+"""Steps of one model runner as a few replays: Rose's prologue, vLLM's own graph of the layers, Rose's ends.
+
+The prologue makes the inputs from the requests' state. An end computes logits, samples and moves that state on: there
+is one for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
+Behind it, log-probabilities are reported if a request asks for them. So the CPU only hands over what changed and
+replays. All state is vLLM's, and complete after every step: steps of both kinds may alternate.
+
+Steady steps only decode, and nothing changes from one to the next. Mixed steps compute parts of prompts, too: their
+prologue is launched, as it depends on the chunks, and they have one end, for any mix of requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.compilation import cudagraph_pool
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+from rose_backend.errors import IntegrityError
+from rose_backend.kernels.arguments import MixedRows
+from rose_backend.kernels.captured_graphs import CapturedGraphs, size_for
+from rose_backend.kernels.decode_step.ops import (
+    NO_SLOT,
+    begin_decode_step,
+    begin_mixed_step,
+    end_step,
+    write_block_ids,
+)
+from rose_backend.vllm_plugin.captured_processors import (
+    GrammarMasks,
+    ReportRecord,
+    why_graphs_do_not_report,
+)
+from rose_backend.vllm_plugin.options import first_reason
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
+from rose_backend.vllm_plugin.sampler import ReplayedSampling
+from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
+from rose_backend.vllm_plugin.step_graph.inputs import (
+    MixedStep,
+    ModelInputs,
+    copies_of,
+    groups_of,
+    inputs_of,
+    row_inputs,
+    state_of,
+)
+from rose_backend.vllm_plugin.step_graph.outputs import OutputBuffers, ReplayedBatch, ReplayedOutput
+from rose_backend.vllm_plugin.step_graph.reasons import (
+    FIELDS_OF_CHANGED_BATCHES,
+    has_prompts,
+    why_step_is_not_replayed,
+)
+
+End = tuple[str, int]
+"""``greedy``, ``drawn``, ``processed`` or ``mixed``; and the number of rows."""
+
+_ENDS_WITH_MASKS = ("processed", "mixed")
+_MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
+"""Numbers of rows that a mixed step's end is captured for, up to the largest decode graph. Fewer than decode graphs:
+they only save rows of the head's product, in steps that take longer anyway."""
+
+
+class StepGraphs:
+    """Captures and replays the steps of one model runner.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._manager = runner.cudagraph_manager
+        sampler = runner.sampler
+        self._sampler = sampler
+        self._prefill_lens = runner.req_states.prefill_len.np
+        self._temperatures = sampler.sampling_states.temperature.np
+        # Rose's, where draws are replayed.
+        self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
+        self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=0)
+        self._adapters = StepAdapters(runner)
+        # Of vLLM's graphs with products of adapters; it has others without.
+        self._adapted_desc_of = (
+            _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=1) if self._adapters.is_on else {}
+        )
+        self._sizes = sorted({desc.num_tokens for desc in self._desc_of.values()}, reverse=True)
+        most = max(self._sizes, default=0)
+        device = runner.device
+        self._slots = torch.full((most,), NO_SLOT, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._state = state_of(runner)
+        self._inputs = inputs_of(runner, max(most, runner.max_num_reqs))
+        self._model_inputs = ModelInputs(runner, most)
+        self._groups = groups_of(runner)
+        self._copies = copies_of(runner)
+        self._mixed_sizes: list[int] = []
+        self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
+        parts: tuple[Callable[[End, Any], Any], ...] = (self._end,)
+        num_words = 0
+        if self._replayed is not None:
+            self._processors = self._replayed.whole_steps(most)
+            self._masks = GrammarMasks(most, runner.vocab_size, device)
+            self._record = ReportRecord(most, runner.vocab_size, device)
+            parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
+        if self._replayed is not None and not self._groups.has_states:
+            self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
+            self._row_inputs = row_inputs(max(most, runner.max_num_reqs), device)
+            self._rows = MixedRows(**self._row_inputs.tensors)
+            # Hidden states of the rows' last tokens.
+            self._last_hidden = torch.zeros_like(self._manager.hidden_states[:most])
+        self._ends = CapturedGraphs[End](*parts, capture_error_mode="thread_local")
+        self._buffers = OutputBuffers(most, num_words, device)
+        self._armed: ReplayedBatch | None = None
+        # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
+        self._waiting: ReplayedBatch | None = None
+        self._pending: ReplayedOutput | None = None
+        self._finished_req_ids: set[str] = set()
+        self._padded_rows = 0
+        self._padded_last_rows = 0
+        self._compute_logits = runner.model.compute_logits
+        # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
+        runner.model.compute_logits = self._compute_padded_logits
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture prologue and ends of vLLM's decode graphs, captured on ``stream``, and the ends of mixed steps."""
+        self.stream = stream
+        start = time.perf_counter()
+        free_before = torch.cuda.mem_get_info()[0]
+        runner, manager = self._runner, self._manager
+        # Tensors were just filled on another stream: a kernel that reads indices must not find what was there before.
+        stream.wait_stream(torch.cuda.current_stream())
+        with (
+            graph_capture(device=runner.device),
+            # Products have a workspace on each stream.
+            torch.cuda.stream(stream),
+            self._adapters.in_one_row(),
+            cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
+        ):
+            self._ends.capture(self._all_ends(), pool, stream)
+            self._begins.capture(self._sizes, pool, stream)
+        # Compiled before steps need them.
+        write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
+        if self._mixed_sizes:
+            self._upload_rows([], [], [], [])
+            # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
+            self._begin_mixed(1, 1, 1)
+        stream.synchronize()
+        num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
+        logger.info(
+            "Rose step graph: steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
+            max(self._desc_of, default=0),
+            len(self._all_ends()) * (1 if self._replayed is None else 2) + len(self._sizes),
+            time.perf_counter() - start,
+            num_bytes / (1 << 30),
+        )
+
+    def close(self) -> None:
+        """Give the graphs back, and the model its own product with the head. Outputs may still be read.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the last step.
+        """
+        self._check_nothing_is_pending()
+        self._runner.model.compute_logits = self._compute_logits
+        self._begins.release()
+        self._ends.release()
+
+    def _check_nothing_is_pending(self) -> None:
+        if self._pending is not None or self._waiting is not None:
+            raise IntegrityError("step graph: the step before was never asked for its tokens")
+
+    def _all_ends(self) -> list[End]:
+        kinds = ("greedy",) if self._replayed is None else ("processed", "greedy", "drawn")
+        mixed = [("mixed", size) for size in reversed(self._mixed_sizes)]
+        return [*((kind, size) for kind in kinds for size in self._sizes), *mixed]
+
+    def launch(self, output: SchedulerOutput) -> bool:
+        """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the step before.
+        """
+        self._check_nothing_is_pending()
+        run = self._run_mixed_layers if has_prompts(output) else self._run_layers
+        batch = why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
+        if isinstance(batch, str):
+            STEPS.count_vllm(batch)
+            self._armed = None
+            return False
+        self._finished_req_ids = output.finished_req_ids
+        if output.has_structured_output_requests:
+            self._waiting = batch
+            return True
+        if batch.end in _ENDS_WITH_MASKS:
+            # Masks that a step before has left.
+            self._masks.upload(None, batch.index_of)
+        self._replay_end(batch, batch.end)
+        return True
+
+    def _why_state_is_not_replayed(self, output: SchedulerOutput) -> str | None:
+        if output.has_structured_output_requests and self._replayed is None:
+            return "structured output without Rose's sampler"
+        return None
+
+    def _run_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
+        """Run the layers of a step without prompts, and return its batch; or return why the step is vLLM's."""
+        batch = self._prepare(output)
+        if batch is None:
+            return self._run_mixed_layers(output)
+        if not isinstance(batch, str):
+            self._begins.run(batch.desc.num_tokens)
+            self._run_graph_of_layers(batch.desc, batch.desc.num_tokens, output)
+        return batch
+
+    def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str | None:
+        """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
+
+        If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
+        """
+        cached, batch = output.scheduled_cached_reqs, self._armed
+        is_changed = any(getattr(output, name, None) for name in FIELDS_OF_CHANGED_BATCHES)
+        is_changed = is_changed or self._adapters.have_moved()
+        if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
+            if output.new_block_ids_to_zero:
+                self._runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
+            self._append_blocks(batch, cached)
+            return batch
+        request_ids, adapters = list(cached.req_ids), self._adapters.of_step(output)
+        desc = (self._adapted_desc_of if adapters else self._desc_of).get(len(request_ids))
+        if desc is None:
+            return "more requests than full graphs of decodes take"
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
+            return None
+        reason = self._adapters.why_vllm_loads(adapters) or self._why_vllm_samples(slot_array)
+        if reason is not None:
+            return reason
+        self._update_requests(output)
+        self._adapters.tell_rows(slots, [1] * len(slots))
+        rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        rows.numpy()[: len(slots)] = slot_array
+        # torch keeps pinned memory until the copy has run.
+        self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
+        self._model_inputs.take_over(slot_array, desc.num_tokens)
+        self._armed = self._batch_of(request_ids, desc, desc.num_tokens)
+        return self._armed
+
+    def _batch_of(
+        self, request_ids: list[str], desc: Any, num_rows_of_end: int, step: MixedStep | None = None
+    ) -> ReplayedBatch:
+        """Return the batch of requests that the runner knows; ``step`` is what they compute, if it has prompts."""
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        draws = bool(self._temperatures[slot_array].any())
+        is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
+        if step is not None:
+            end = "mixed"
+        elif is_processed:
+            end = "processed"
+        else:
+            end = "drawn" if draws else "greedy"
+        logprobs = self._sampler.get_logprobs_dims(slot_array)
+        is_due = () if step is None else step.is_due
+        return ReplayedBatch(
+            request_ids,
+            end=end,
+            draws=draws,
+            num_logprobs=None if logprobs is None else logprobs[0],
+            desc=desc,
+            slots=slots,
+            index_of={request_id: index for index, request_id in enumerate(request_ids)},
+            num_rows_of_end=num_rows_of_end,
+            rows_without_token=tuple(row for row, is_row_due in enumerate(is_due) if not is_row_due),
+        )
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
+        runner = self._runner
+        runner.finish_requests(output)
+        runner.free_states(output)
+        runner.add_requests(output)
+        runner.update_requests(output)
+        for request_id, updates in getattr(output, "encoder_input_updates", {}).items():
+            runner.encoder_cache.update_encoder_inputs(request_id, updates)
+        runner.block_tables.apply_staged_writes()
+
+    def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
+        """Run the layers of a step with prompts, and return its batch.
+
+        If the step is vLLM's, return why, having changed nothing.
+        """
+        adapters = self._adapters.of_step(output)
+        reason = self._adapters.why_vllm_loads(adapters) or self._why_prompts_are_not_replayed(output)
+        if reason is not None:
+            return reason
+        step = self._describe(output)
+        num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
+        # As vLLM's: not told where a row computes part of a prompt.
+        max_query_len = None if any(step.is_prompt) else step.counts[-1]
+        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, len(adapters), max_query_len)
+        size = size_for(self._mixed_sizes, len(step.counts))
+        if size is None:
+            return "more requests than full graphs of decodes take"
+        if desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
+            return "prompts without a full graph"
+        self._armed = None
+        self._update_requests(output)
+        batch = self._batch_of(step.request_ids, desc, size, step)
+        self._adapters.tell_rows(batch.slots, step.counts)
+        self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
+        num_rows = desc.num_reqs or desc.num_tokens
+        # The end may have more rows than the graph.
+        self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
+        self._model_inputs.prepare(self._inputs, step, desc.num_tokens, output)
+        self._run_graph_of_layers(desc, num_rows, output)
+        return batch
+
+    def _describe(self, output: SchedulerOutput) -> MixedStep:
+        slot_of, cached = self._runner.req_states.req_id_to_index, output.scheduled_cached_reqs
+        # Of each request: tokens computed before, and tokens that are known from the start.
+        lens = {
+            request_id: (num_computed, int(self._prefill_lens[slot_of[request_id]]))
+            for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        }
+        for new in output.scheduled_new_reqs:
+            lens[new.req_id] = new.num_computed_tokens, len(new.prefill_token_ids)
+        # vLLM's order, so that both kinds of steps compute the same.
+        request_ids = sort_batch_req_ids(output.num_scheduled_tokens, {}, 1)
+        counts = [output.num_scheduled_tokens[request_id] for request_id in request_ids]
+        starts, ends = zip(*(lens[request_id] for request_id in request_ids), strict=True)
+        is_prompt = [start < end for start, end in zip(starts, ends, strict=True)]
+        return MixedStep(
+            request_ids,
+            counts,
+            num_computed_tokens=list(starts),
+            prefill_lens=list(ends),
+            is_prompt=is_prompt,
+            is_due=[start + count >= end for start, count, end in zip(starts, counts, ends, strict=True)],
+            has_single_tokens=counts[-1] == 1
+            and all(start > 0 for start, is_one in zip(starts, is_prompt, strict=True) if is_one),
+        )
+
+    def _why_prompts_are_not_replayed(self, output: SchedulerOutput) -> str | None:
+        """Return what a step with prompts has that is vLLM's; None if nothing."""
+        if self._replayed is None:
+            return "prompts without Rose's sampler"
+        if self._model_inputs.is_prepared_by_vllm:
+            return "prompts of a model audited for decodes only"
+        if self._groups.has_states:
+            return "prompts of a model with states"
+        for new in output.scheduled_new_reqs:
+            params = new.sampling_params
+            if params is None or new.prefill_token_ids is None:
+                return "requests without tokens"
+            if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+                return "log-probabilities of prompts"
+            num_logprobs = self._runner.vocab_size if params.logprobs == -1 else params.logprobs or 0
+            reason = why_graphs_do_not_report(
+                self._sampler, num_logprobs, len(params.logprob_token_ids or ())
+            )
+            if reason is not None and (params.logprobs is not None or params.logprob_token_ids):
+                return reason
+        cached, slot_of = output.scheduled_cached_reqs, self._runner.req_states.req_id_to_index
+        slots = np.fromiter((slot_of[each] for each in cached.req_ids), np.int64, len(cached.req_ids))
+        prompts = self._runner.prompt_logprobs_worker
+        is_prompt = np.asarray(cached.num_computed_tokens, np.int64) < self._prefill_lens[slots]
+        if (prompts.uses_prompt_logprobs[slots] & is_prompt).any() or prompts.token_id_scores:
+            return "log-probabilities of prompts"
+        return self._why_vllm_samples(slots) if len(slots) else None
+
+    def _upload_rows(
+        self, slots: list[int], counts: list[int], is_prompt: list[bool], is_due: list[bool]
+    ) -> None:
+        """Copy to the device what a mixed step computes; rows after these are padding."""
+        on_cpu, record = self._row_inputs.begin()
+        num_rows = len(slots)
+        for name, values, padding in (
+            ("slots", slots, NO_SLOT),
+            ("is_prompt", is_prompt, 0),
+            ("is_due", is_due, 0),
+        ):
+            record[name][:num_rows] = values
+            record[name][num_rows:] = padding
+        ends = record["query_start_loc"]
+        ends[0] = 0
+        np.cumsum(counts, out=ends[1 : num_rows + 1])
+        ends[num_rows + 1 :] = sum(counts)
+        self._row_inputs.send(on_cpu)
+
+    def _begin_mixed(self, num_rows: int, num_tokens: int, max_query_len: int) -> None:
+        """Write the inputs of a step with prompts, of ``num_rows`` rows and ``num_tokens`` tokens with padding."""
+        first, *others = (
+            each.get_metadata_builder().take_computed_tokens()
+            for of_group in self._runner.attn_groups
+            for each in of_group
+        )
+        begin_mixed_step(
+            self._rows.first(num_rows),
+            self._state,
+            self._inputs,
+            self._groups,
+            first,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            padding_slot=self._runner.max_num_reqs,
+        )
+        for other in others:
+            other.copy_(first)
+
+    def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
+        """Return why the tokens of requests are vLLM's to sample; None if an end can."""
+        logprobs = self._sampler.get_logprobs_dims(slots)
+        if self._replayed is not None:
+            return None if logprobs is None else why_graphs_do_not_report(self._sampler, *logprobs)
+        reasons = {
+            "log-probabilities without Rose's sampler": logprobs is not None,
+            "random draws by vLLM's sampler": self._temperatures[slots].any(),
+            "logits processors without Rose's sampler": self._sampler.needs_logits_processing[slots].any(),
+        }
+        return first_reason(reasons)
+
+    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
+        """Return the output of the step that was launched last; None if that step was vLLM's.
+
+        Args:
+            grammar_output: vLLM's masks for a step with structured output; None if no request has any.
+
+        Raises:
+            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+        """
+        if self._waiting is not None:
+            batch, self._waiting = self._waiting, None
+            self._masks.upload(grammar_output, batch.index_of)
+            self._replay_end(batch, batch.end if batch.end in _ENDS_WITH_MASKS else "processed")
+        elif self._pending is not None and grammar_output is not None:
+            raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
+        output, self._pending = self._pending, None
+        if output is not None:
+            # Behind all that the step has launched, as in vLLM: it starts loads, submits stores and asks what is done.
+            output.kv_connector_output = self._runner.kv_connector.post_forward(self._finished_req_ids)
+        return output
+
+    def note_vllm_step(self) -> None:
+        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
+        self._padded_rows = self._padded_last_rows = 0
+        state = self._runner.execute_model_state
+        if state is None or state.hidden_states is None:
+            return
+        batch, hidden = state.input_batch, state.hidden_states
+        is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
+        is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
+        # Replayed, a prompt's last token alone ends like all steps with prompts.
+        if (
+            is_replayed
+            and is_decode
+            and not batch.has_prefill
+            and len(hidden) == self._desc_of[batch.num_reqs].num_tokens
+        ):
+            self._padded_rows = batch.num_reqs
+        elif self._mixed_sizes and batch.num_reqs <= self._mixed_sizes[-1]:
+            self._padded_last_rows = batch.num_reqs
+
+    def _compute_padded_logits(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        num_rows, self._padded_rows = self._padded_rows, 0
+        num_last_rows, self._padded_last_rows = self._padded_last_rows, 0
+        if args or kwargs or len(hidden_states) not in (num_rows, num_last_rows) or not len(hidden_states):
+            return self._compute_logits(hidden_states, *args, **kwargs)
+        if num_rows:
+            size = self._desc_of[num_rows].num_tokens
+            return self._compute_logits(self._manager.hidden_states[:size])[:num_rows]
+        size = size_for(self._mixed_sizes, num_last_rows)
+        self._last_hidden[:num_last_rows].copy_(hidden_states)
+        return self._compute_logits(self._last_hidden[:size])[:num_last_rows]
+
+    def _append_blocks(self, batch: ReplayedBatch, cached: CachedRequestData) -> None:
+        """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
+
+        In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
+        launches a Triton kernel over them: 91 us of the CPU's time for 32 rows of 256 (beside an H200), where one copy
+        and two small kernels take 63; with several KV cache groups it is one copy and one kernel. vLLM's own count of
+        blocks goes to the device with its next step. Columns that a sliding window has passed stay as they are, as in
+        vLLM's steps: attention reads no column before the window.
+        """
+        if not any(cached.new_block_ids):
+            return
+        grown = [
+            (request_id, batch.slots[request_id], block_ids)
+            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if block_ids is not None
+        ]
+        places: list[int] = []
+        new_blocks: list[int] = []
+        for index, group in enumerate(self._groups.groups):
+            num_blocks = self._runner.block_tables.num_blocks.np[index]
+            first_entry, width = self._groups.first_entries[index], group.state_table.shape[1]
+            for request_id, slot, of_groups in grown:
+                block_ids = of_groups[index]
+                start = int(num_blocks[slot])
+                end = start + len(block_ids)
+                if end > width:
+                    raise IntegrityError(
+                        f"step graph: request {request_id} gets blocks {start} to {end}, a row has {width}"
+                    )
+                row = first_entry + slot * width
+                places.extend(range(row + start, row + end))
+                new_blocks.extend(block_ids)
+                num_blocks[slot] = end
+        # torch keeps pinned memory until the copy has run.
+        writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
+
+    def _run_graph_of_layers(self, desc: Any, num_rows: int, output: SchedulerOutput) -> None:
+        tables, connector = self._runner.block_tables, self._runner.kv_connector
+        if hasattr(tables, "_num_dirty_rows"):
+            # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
+            tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
+        # Without vLLM's input batch, which connectors outside of layers do not read.
+        connector.pre_forward(output)
+        self._manager.run_fullgraph(desc)
+        connector.finish_forward()
+
+    def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
+        has_report = batch.num_logprobs is not None
+        self._ends.run((end, batch.num_rows_of_end), 2 if has_report else 1)
+        self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
+        STEPS.count_rose()
+        if batch.draws:
+            SAMPLES.count_rose(len(batch.request_ids))
+
+    def _begin(self, size: int, _: None) -> None:
+        """Write the inputs of a step."""
+        slots, padding_slot = self._slots[:size], self._runner.max_num_reqs
+        begin_decode_step(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
+        self._model_inputs.write(self._inputs, size)
+        for written, copy in self._copies:
+            copy[:size].copy_(written[:size])
+
+    def _end(self, end: End, _: None) -> torch.Tensor:
+        """Sample a step and append its tokens; return the logits, [R, V], of which log-probabilities are reported."""
+        kind, size = end
+        inputs, tokens = self._inputs, self._tokens[:size]
+        if kind == "mixed":
+            rows = self._rows.first(size)
+            # Of each row. Rows of padding read some token.
+            last = (rows.query_start_loc[1:] - 1).clamp_(min=0)
+            hidden, slots = self._last_hidden[:size], rows.slots
+            torch.index_select(self._manager.hidden_states, 0, last, out=hidden)
+            positions, input_ids = inputs.positions[last], inputs.input_ids[last]
+        else:
+            rows, hidden, slots = None, self._manager.hidden_states[:size], self._slots[:size]
+            positions, input_ids = inputs.positions[:size], inputs.input_ids[:size]
+        logits = self._compute_logits(hidden)
+        if kind == "greedy":
+            tokens.copy_(logits.argmax(dim=-1))
+        else:
+            self._draw(logits, tokens, positions, input_ids, is_processed=kind in _ENDS_WITH_MASKS)
+        end_step(slots, tokens, self._state, rows)
+        return logits
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        *,
+        is_processed: bool,
+    ) -> None:
+        assert self._replayed is not None
+        request_slots = self._inputs.request_slots[: len(tokens)]
+
+        def process(logits: torch.Tensor, part: slice) -> None:
+            self._processors.apply(logits, request_slots[part], positions[part], input_ids[part])
+
+        if is_processed:
+            self._masks.apply(logits)
+        self._replayed.graphs.compute(
+            logits, request_slots, positions, tokens, process if is_processed else None
+        )
+
+    def _report(self, end: End, logits: torch.Tensor) -> None:
+        """Report the tokens that a step has sampled from ``logits``."""
+        assert self._replayed is not None
+        _, size = end
+        num_logprobs = self._replayed.graphs.parameters["num_logprobs"]
+        of_rows = num_logprobs.index_select(0, self._inputs.request_slots[:size])
+        self._record.write(logits, self._tokens[:size], of_rows)
+
+
+def _decode_graphs(manager: Any, max_num_reqs: int, *, num_adapters: int) -> dict[int, Any]:
+    """Return vLLM's descriptor of the full decode graph for each number of requests that has one."""
+    found = {}
+    for num_requests in range(1, max_num_reqs + 1):
+        desc = manager.dispatch(num_requests, num_requests, 1, num_adapters, 1)
+        if desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == 1 and desc in manager.graphs:
+            found[num_requests] = desc
+    return found
