@@ -206,15 +206,17 @@ class ResidualStream:
 
         Of a packed, gated layer a small batch gives ``silu(gate) * up``, [T, O / 2].
         """
+        assert not gelu or self._adapter_rows is None, "products with GELU have no adapters"
         if self.is_small_batch:
             assert linear.packed is not None and self._norm_input is not None, (
                 "small batches need packed layers"
             )
-            if self._adapter_rows is not None and linear.adapters is not None:
-                return self._project_with_adapters(
-                    self._norm_input, linear.packed, linear.adapters, self._adapter_rows
-                )
-            return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
+            if self._adapter_rows is None or linear.adapters is None:
+                return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
+            # The activation comes after what adapters add.
+            projected = small_batch_linear(self._norm_input, replace(linear.packed, is_gated=False))
+            self._add_adapters(self._norm_input, linear, projected)
+            return silu_mul(projected, alternating=True) if linear.packed.is_gated else projected
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
@@ -232,9 +234,8 @@ class ResidualStream:
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
             assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
-            if self._adapter_rows is not None and linear.adapters is not None:
-                # Before the product, which leaves all that there is to the norm.
-                add_adapters(x, linear.adapters, self._adapter_rows, self.hidden)
+            # Before the product, which leaves all that there is to the norm.
+            self._add_adapters(x, linear, self.hidden)
             _, self._norm_input = small_batch_linear_before_norm(
                 x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
             )
@@ -247,21 +248,16 @@ class ResidualStream:
         else:
             self._delta = self._product(x, linear)
 
-    def _project_with_adapters(
-        self, x: NormInput, layer: PackedLinear, adapters: Adapters, rows: AdapterRows
-    ) -> torch.Tensor:
-        """Return what ``project`` does of a small batch, without GELU."""
-        # An activation comes after what adapters add.
-        projected = small_batch_linear(x, replace(layer, is_gated=False))
-        add_adapters(x, adapters, rows, projected, alternating=layer.is_gated)
-        return silu_mul(projected, alternating=True) if layer.is_gated else projected
-
     def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         product = _product(x, linear)
+        self._add_adapters(x, linear, product)
+        return product
+
+    def _add_adapters(self, x: torch.Tensor | NormInput, linear: Linear, out: torch.Tensor) -> None:
+        """Add to ``out`` what adapters of ``linear`` make of ``x``."""
         if self._adapter_rows is not None and linear.adapters is not None:
             alternating = linear.packed is not None and linear.packed.is_gated
-            add_adapters(x, linear.adapters, self._adapter_rows, product, alternating=alternating)
-        return product
+            add_adapters(x, linear.adapters, self._adapter_rows, out, alternating=alternating)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""

@@ -257,6 +257,32 @@ def test_kernels_of_adapters(capability: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 32, 256, 4096])
+def test_a_graph_follows_the_slots_of_its_rows(num_tokens: int) -> None:
+    """Of Qwen3 0.6B's qkv_proj, captured while no row had an adapter; rows of padding have what was there before."""
+    adapters = make_adapters(8, 16, 1024, (2048, 1024, 1024), torch.bfloat16, "cuda")
+    x = torch.randn(num_tokens, 1024, device="cuda").bfloat16()
+    slots = torch.full((num_tokens,), -1, device="cuda")
+    out = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16, device="cuda")
+    add(x, adapters, slots, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add(x, adapters, slots, out)
+    for listed in (
+        [row % 8 for row in range(num_tokens)],
+        [7, *[2**40] * (num_tokens - 1)],
+        [-1] * num_tokens,
+    ):
+        slots.copy_(torch.tensor(listed))
+        out.zero_()
+        graph.replay()
+        replayed = out.clone()
+        add(x, adapters, slots, out.zero_())
+        assert torch.equal(replayed, out)
+        assert out.any(1).tolist() == [0 <= slot < 8 for slot in listed]
+
+
+@pytest.mark.gpu
 def test_rows_of_a_large_step_lie_past_the_first_two_billion_numbers() -> None:
     """Of scratch memory, of the input and of the output."""
     num_rows, depth, width = 180_000, 12_000, 16
