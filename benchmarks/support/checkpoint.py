@@ -32,6 +32,7 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
 GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
+LLAMA_8B_FP8, QWEN3_8B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -42,8 +43,13 @@ SHAPES = {
     QWEN3_30B: "Qwen3 30B-A3B",
     QWEN3_VL_4B: "Qwen3-VL 4B",
     QWEN35_4B: "Qwen3.5 4B",
+    LLAMA_8B_FP8: "Llama 8B in float8, a scale for each row",
+    QWEN3_8B_FP8: "Qwen3 8B in float8, a scale for each block",
 }
 """What a random checkpoint can look like, and what people call it."""
+
+FLOAT8_FORMATS = {LLAMA_8B_FP8: "compressed-tensors channel", QWEN3_8B_FP8: "fp8 blocks"}
+"""As they are published: by Red Hat, and by Qwen."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 """Variable of the environment. vLLM recompiles for a model in another folder, which takes a minute a start."""
@@ -91,6 +97,7 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from tests.support.float8_checkpoints import quantize
     from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
     if shape == GPT2_124M:
@@ -106,6 +113,8 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
         QWEN3_30B: qwen3_moe_config,
         QWEN3_VL_4B: qwen3_vl_config,
         QWEN35_4B: qwen3_5_config,
+        LLAMA_8B_FP8: llama_8b_config,
+        QWEN3_8B_FP8: qwen3_8b_config,
     }
     config = make_configs[shape](small=small)
     text = config.get_text_config()
@@ -121,6 +130,8 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
             model = factory.from_config(config, dtype=getattr(torch, str(config.dtype).split(".")[-1]))
         model.save_pretrained(folder)
         del model
+    if shape in FLOAT8_FORMATS:
+        quantize(folder, FLOAT8_FORMATS[shape])
     if torch.cuda.is_available():
         # An engine that takes its share of the whole GPU finds it empty.
         torch.cuda.empty_cache()
@@ -200,6 +211,16 @@ def qwen3_config(*, small: bool = False) -> Qwen3Config:
         eos_token_id=0,
         dtype="bfloat16",
     )
+
+
+def qwen3_8b_config(*, small: bool = False) -> Qwen3Config:
+    """Return Qwen3 8B's layers and vocabulary, with a window of 4,096 tokens."""
+    config = qwen3_config(small=small)
+    if not small:
+        config.hidden_size, config.intermediate_size, config.num_hidden_layers = 4096, 12_288, 36
+        config.num_attention_heads, config.tie_word_embeddings = 32, False
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return config
 
 
 def qwen3_moe_config(*, small: bool = False) -> Qwen3MoeConfig:

@@ -43,6 +43,7 @@ from rose_backend.kernels.arguments import (
     Adapters,
     AttentionOptions,
     Experts,
+    Float8Weight,
     HeadRotation,
     NewTokens,
     NormInput,
@@ -67,6 +68,7 @@ from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
     adapter_rows,
     add_adapters,
+    float8_linear,
     pack_linear,
     pack_norm,
     small_batch_linear,

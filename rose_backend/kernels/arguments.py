@@ -18,14 +18,17 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.gpu_properties import gpu_properties
 
-CACHE_DTYPE = torch.float8_e4m3fn
-"""4 bits of exponent, 3 of mantissa; no infinities. The only 8-bit type that caches may have."""
+CACHE_DTYPE = WEIGHT_DTYPE = torch.float8_e4m3fn
+"""4 bits of exponent, 3 of mantissa; no infinities. The only 8-bit type that caches and weights may have."""
 
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which on a GPU converts to and from 8-bit types."""
 
 MAX_ROWS = 256
 """More rows are better served by a library's matrix product."""
+
+SCALED_BLOCK = 128
+"""Rows and columns of a block of a float8 weight that has a scale for each block."""
 
 _FLOAT8_VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -422,15 +425,73 @@ class PagedKV(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Float8Weight:
+    """A matrix in 8 bits, with what its numbers are multiplied by."""
+
+    values: torch.Tensor
+    """[O, E] of ``WEIGHT_DTYPE``, contiguous, without NaN."""
+    scales: torch.Tensor
+    """Float32: [O, 1], or one for each block of ``SCALED_BLOCK`` rows and columns, those at the edges included."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[O, E]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.values.device
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether scales are of blocks, not of rows."""
+        return self.scales.shape != (self.shape[0], 1)
+
+    def check(self) -> None:
+        """Check types, devices and shapes.
+
+        Raises:
+            ShapeError: names what is wrong.
+        """
+        check_tensors(values=(self.values, "O E", WEIGHT_DTYPE), scales=(self.scales, "N M", torch.float32))
+        num_rows, depth = self.shape
+        allowed = [(num_rows, 1), (-(-num_rows // SCALED_BLOCK), -(-depth // SCALED_BLOCK))]
+        if self.scales.shape not in allowed:
+            raise ShapeError(
+                f"scales: expected shape {allowed[0]} or {allowed[1]}, got {tuple(self.scales.shape)}"
+            )
+        if not self.values.is_contiguous() or not self.scales.is_contiguous():
+            raise ShapeError("values and scales: expected contiguous tensors")
+        if self.scales.device != self.device:
+            raise ShapeError(f"scales: expected device {self.device} as values, got {self.scales.device}")
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix, [O, E], each number rounded once from float32."""
+        scales = self.scales
+        if self.has_blocks:
+            num_rows, depth = self.shape
+            scales = scales.repeat_interleave(SCALED_BLOCK, 0)[:num_rows]
+            scales = scales.repeat_interleave(SCALED_BLOCK, 1)[:, :depth]
+        return (self.values.float() * scales).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """A linear layer, with the LayerNorm before it folded in where there is one. Made by ``pack_linear``."""
 
-    weight: torch.Tensor
-    """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""
+    weight: torch.Tensor | Float8Weight
+    """[O, E]. With ``is_gated`` a tensor has a row of the gate, one of its factor, the next of the gate, and so on; a
+    ``Float8Weight`` stays as it is stored, with the gate's rows first."""
     bias: torch.Tensor | None  # [O], with LayerNorm float32
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     is_gated: bool = False
     """The result is ``silu(gate) * factor``, half as wide as the product."""
+
+    @property
+    def alternates(self) -> bool:
+        """Whether rows of the gate and of its factor take turns."""
+        return self.is_gated and isinstance(self.weight, torch.Tensor)
 
     @property
     def num_outputs(self) -> int:

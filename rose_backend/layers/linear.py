@@ -17,6 +17,7 @@ from rose_backend.kernels import (
     AdapterRows,
     Adapters,
     Experts,
+    Float8Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
@@ -26,6 +27,7 @@ from rose_backend.kernels import (
     bias_gelu,
     bias_residual,
     expert_mlp,
+    float8_linear,
     layer_norm,
     pack_linear,
     pack_norm,
@@ -57,12 +59,23 @@ class Norm:
 class Linear:
     """``x @ weight + bias``."""
 
-    weight: torch.Tensor
-    """[E, O], any strides: library products take any."""
+    weight: torch.Tensor | Float8Weight
+    """[E, O], any strides: library products take any. A ``Float8Weight`` is [O, E]."""
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
-    """For small batches; ``weight`` is a view of its matrix then, and the two parts of a gated MLP alternate."""
+    """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
+    ``Float8Weight`` is the same one."""
     adapters: Adapters | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """``E``."""
+        return self.weight.shape[0 if isinstance(self.weight, torch.Tensor) else 1]
+
+    @property
+    def num_outputs(self) -> int:
+        """``O``."""
+        return self.weight.shape[1 if isinstance(self.weight, torch.Tensor) else 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
     if isinstance(layer.mlp, SparseMlp):
         mlp = replace(layer.mlp, router=pack(layer.mlp.router, layer.mlp_norm))
     else:
-        gated = layer.mlp.gate_up.weight.shape[1] != layer.mlp.down.weight.shape[0]
+        gated = layer.mlp.gate_up.num_outputs != layer.mlp.down.num_inputs
         mlp = Mlp(pack(layer.mlp.gate_up, layer.mlp_norm, gated=gated), pack(layer.mlp.down))
     return replace(
         layer,
@@ -125,7 +138,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         norm: the one in front, which is folded in if it is LayerNorm.
         gated: it is the first one of a gated MLP.
     """
-    weight = linear.weight.t()
+    weight = linear.weight.t() if isinstance(linear.weight, torch.Tensor) else linear.weight
     folded = None if norm is None or norm.bias is None else norm
     packed = pack_linear(
         weight,
@@ -134,7 +147,9 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         norm_bias=None if folded is None else folded.bias,
         gated=gated,
     )
-    bias = None if packed.bias is None else packed.bias.to(weight.dtype)
+    if isinstance(packed.weight, Float8Weight):
+        return Linear(packed.weight, packed.bias, packed)
+    bias = None if packed.bias is None else packed.bias.to(packed.weight.dtype)
     return Linear(packed.weight.t(), bias, packed, linear.adapters)
 
 
@@ -216,10 +231,13 @@ class ResidualStream:
             # The activation comes after what adapters add.
             projected = small_batch_linear(self._norm_input, replace(linear.packed, is_gated=False))
             self._add_adapters(self._norm_input, linear, projected)
-            return silu_mul(projected, alternating=True) if linear.packed.is_gated else projected
+            if not linear.packed.is_gated:
+                return projected
+            return silu_mul(projected, alternating=linear.packed.alternates)
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
+            assert isinstance(linear.weight, torch.Tensor), "GPT-2's alone"
             return torch._addmm_activation(linear.bias, normed, linear.weight, use_gelu=True)
         projected = self._product(normed, linear)
         return F.gelu(projected, approximate="tanh") if gelu else projected
@@ -241,7 +259,12 @@ class ResidualStream:
             )
         elif self._all_reduce is not None:
             self._delta = self._all_reduce(self._product(x, linear))
-        elif self.switches.fused_add_layernorm and self._adapter_rows is None and adds_halves(x, linear):
+        elif (
+            self.switches.fused_add_layernorm
+            and self._adapter_rows is None
+            and isinstance(linear.weight, torch.Tensor)
+            and adds_halves(x, linear)
+        ):
             # The halves of both inner dimensions, multiplied apart; the next norm sums them.
             halves = x.unflatten(1, (2, -1)).transpose(0, 1)
             self._delta = torch.bmm(halves, linear.weight.unflatten(0, (2, -1)))
@@ -256,7 +279,7 @@ class ResidualStream:
     def _add_adapters(self, x: torch.Tensor | NormInput, linear: Linear, out: torch.Tensor) -> None:
         """Add to ``out`` what adapters of ``linear`` make of ``x``."""
         if self._adapter_rows is not None and linear.adapters is not None:
-            alternating = linear.packed is not None and linear.packed.is_gated
+            alternating = linear.packed is not None and linear.packed.alternates
             add_adapters(x, linear.adapters, self._adapter_rows, out, alternating=alternating)
 
     def keep(self, tokens: torch.Tensor) -> None:
@@ -270,6 +293,7 @@ class ResidualStream:
         if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
             return self.add(self.project(norm, up, gelu=True), down, next_norm)
         assert up.bias is not None and down.bias is not None, "a GELU MLP has biases"
+        assert isinstance(up.weight, torch.Tensor) and isinstance(down.weight, torch.Tensor), "GPT-2's alone"
         assert self._all_reduce is None, "the residual would be added on every rank"
         wide = bias_gelu(self.normed(norm) @ up.weight, up.bias)
         self.hidden = bias_residual(wide @ down.weight, down.bias, self.hidden)
@@ -281,7 +305,7 @@ class ResidualStream:
         projected = self.project(norm, gate_up)
         if self.is_small_batch:
             return self.add(projected, down, next_norm)
-        alternating = gate_up.packed is not None
+        alternating = gate_up.packed is not None and gate_up.packed.alternates
         if self.switches.fused_mlp:
             return self.add(silu_mul(projected, alternating=alternating), down)
         gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
@@ -329,8 +353,8 @@ def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
     if x.device.type == "cpu" or x.dtype is not torch.bfloat16 or linear.bias is not None:
         return False
     num_processors = gpu_properties(x.device).num_processors
-    num_tiles = 2 * -(-x.shape[0] // _TILE) * -(-linear.weight.shape[1] // _TILE)
-    is_deep = x.shape[1] >= 2 * linear.weight.shape[1] and x.shape[1] % 16 == 0
+    num_tiles = 2 * -(-x.shape[0] // _TILE) * -(-linear.num_outputs // _TILE)
+    is_deep = x.shape[1] >= 2 * linear.num_outputs and x.shape[1] % 16 == 0
     return x.shape[0] > _TILE and is_deep and num_processors // 2 < num_tiles <= num_processors
 
 
@@ -341,4 +365,6 @@ def fewest_halved_rows(width: int, num_processors: int) -> int:
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    if isinstance(linear.weight, Float8Weight):
+        return float8_linear(x, linear.weight, linear.bias)
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

@@ -11,6 +11,7 @@ import torch
 from rose_backend.errors import ModelError
 from rose_backend.kernels.arguments import MAX_EXPERTS
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.models.quantization import Quantization, read_quantization
 from rose_backend.models.weights import read_eos_token_ids
 
 MAX_SIZE = 2**24
@@ -55,6 +56,8 @@ class ModelConfig:
     gated_mlp: bool = False
     """The MLP multiplies two projections, both ``intermediate_size`` wide."""
     experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None
+    """Of matrices that are stored in 8 bits."""
 
     @property
     def activation_width(self) -> int:
@@ -93,10 +96,6 @@ class ModelConfig:
         def read(name: str, default: int | None = None) -> int:
             return read_size(fields, names.get(name, name), default)
 
-        if fields.get("quantization_config") is not None:
-            raise ModelError(
-                "config.json: quantization_config is not supported, an unquantised checkpoint is needed"
-            )
         hidden_size, num_heads = read("hidden_size"), read("num_attention_heads")
         num_kv_heads = read("num_key_value_heads", num_heads)
         multiples = [("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)]
@@ -121,6 +120,7 @@ class ModelConfig:
             dtype=dtype,
             device=torch.device(device),
             gated_mlp=gated_mlp,
+            quantization=read_quantization(fields),
         )
 
 

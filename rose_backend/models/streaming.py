@@ -20,8 +20,11 @@ from typing import TypeVar
 import torch
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels import Float8Weight
+from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.quantization import UNUSED_SUFFIXES, Quantization
 from rose_backend.models.weights import Checkpoint, ProgressCallback, StoredTensor, stored_dtype
 
 HEAD = "lm_head.weight"
@@ -72,7 +75,30 @@ def load_weights(
     reader = WeightReader(checkpoint, config, prefix, config.device)
     weights = build(reader)
     stream(reader.copies, checkpoint.on_progress)
+    for finish in reader.afterwards:
+        finish()
+    _check_finite(reader.float8_weights)
     return weights
+
+
+def _check_finite(weights: Mapping[str, Float8Weight]) -> None:
+    """Check that float8 weights have only numbers: kernels take a NaN for a number.
+
+    Raises:
+        ModelError: names the first matrices that have something else.
+    """
+    if not weights:
+        return
+    # One matrix at a time; read together, so that no check waits for its result.
+    is_wrong = torch.stack(
+        [
+            ((each.values.view(torch.uint8) & 0x7F) == 0x7F).any() | ~each.scales.isfinite().all()
+            for each in weights.values()
+        ]
+    )
+    wrong = [name for name, each in zip(weights, is_wrong.tolist(), strict=True) if each]
+    if wrong:
+        raise ModelError(f"model: {wrong[0]} has weights or scales that are not numbers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +116,10 @@ class WeightReader:
     """Where tensors are made."""
     copies: list[Copy] = field(default_factory=list)
     """What is to be read."""
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    """What is to be done when all has been read."""
+    float8_weights: dict[str, Float8Weight] = field(default_factory=dict)
+    """By the names of their parts."""
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
@@ -120,15 +150,65 @@ class WeightReader:
             has_bias: each has one.
         """
         sizes = list(fan_outs.values())
-        matrix = self._empty(sum(sizes), fan_in)
-        for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
-            self._fill(part, f"{self.prefix}{name}.weight")
+        quantization = self._quantization_of(list(fan_outs))
+        weight: torch.Tensor | Float8Weight
+        if quantization is None:
+            matrix = self._empty(sum(sizes), fan_in)
+            for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
+                self._fill(part, f"{self.prefix}{name}.weight")
+            weight = matrix.t()
+        else:
+            weight = self._float8(fan_in, fan_outs, quantization)
         bias = None
         if has_bias:
             bias = self._empty(sum(sizes))
             for name, part in zip(fan_outs, bias.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.bias")
-        return Linear(matrix.t(), bias)
+        return Linear(weight, bias)
+
+    def _quantization_of(self, names: Sequence[str]) -> Quantization | None:
+        """Return how linear layers that are joined are quantized; None if they are not.
+
+        Raises:
+            ModelError: some are and some are not.
+        """
+        quantization, checkpoint = self.config.quantization, self.checkpoint
+        if quantization is None:
+            return None
+        if checkpoint.lacks_weights:
+            found = {not quantization.ignores(self.prefix + name) for name in names}
+        else:
+            found = {checkpoint.dtype_of(f"{self.prefix}{name}.weight") is WEIGHT_DTYPE for name in names}
+        if len(found) > 1:
+            raise ModelError(
+                f"model: {', '.join(names)} are computed together: all must be quantized, or none"
+            )
+        return quantization if True in found else None
+
+    def _float8(self, fan_in: int, fan_outs: Mapping[str, int], quantization: Quantization) -> Float8Weight:
+        sizes = list(fan_outs.values())
+        values = torch.empty((sum(sizes), fan_in), dtype=WEIGHT_DTYPE, device=self.device)
+        blocks = [-(-size // SCALED_BLOCK) for size in sizes]
+        if quantization.scales == "blocks":
+            if any(size % SCALED_BLOCK for size in sizes[:-1]):
+                raise ModelError(
+                    f"model: {', '.join(fan_outs)} have {sizes} rows, and all but the last must have a multiple of "
+                    f"{SCALED_BLOCK}, as blocks have"
+                )
+            shape = sum(blocks), -(-fan_in // SCALED_BLOCK)
+        else:
+            shape = sum(sizes), 1
+        scales = torch.empty(shape, dtype=torch.float32, device=self.device)
+        of_parts = scales.split(blocks if quantization.scales == "blocks" else sizes)
+        for name, part, scales_of_part in zip(fan_outs, values.split(sizes), of_parts, strict=True):
+            self._fill(part, f"{self.prefix}{name}.weight")
+            scale = f"{self.prefix}{name}.{quantization.scale_name}"
+            if quantization.scales == "tensor":
+                self._fill_with_one(scales_of_part, scale)
+            else:
+                self._fill(scales_of_part, scale)
+        weight = self.float8_weights[", ".join(fan_outs)] = Float8Weight(values, scales)
+        return weight
 
     def stacked(
         self, name: str, parts: Sequence[str], rows: int, columns: int, *, num_experts: int
@@ -152,12 +232,13 @@ class WeightReader:
             unused_suffixes: ends of names that no computation needs.
         """
         taken = {copy.stored.name for copy in self.copies}
+        unused_scales = UNUSED_SUFFIXES if self.config.quantization is not None else ()
         if self.config.tie_word_embeddings:
             taken.add(HEAD)
         left = [
             name
             for name in self.checkpoint.tensors
-            if name not in taken and not name.endswith(unused_suffixes)
+            if name not in taken and not name.endswith((*unused_suffixes, *unused_scales))
         ]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -195,7 +276,25 @@ class WeightReader:
         return torch.empty(shape, dtype=self.config.dtype, device=self.device)
 
     def _fill(self, tensor: torch.Tensor, name: str) -> None:
-        self.copies.append(Copy(self.checkpoint.find(name, tuple(tensor.shape)), tensor))
+        stored = self.checkpoint.find(name, tuple(tensor.shape))
+        if (
+            self.config.quantization is not None
+            and tensor.dtype is not WEIGHT_DTYPE
+            and not self.checkpoint.lacks_weights
+            and stored_dtype(stored) is WEIGHT_DTYPE
+        ):
+            raise ModelError(
+                f"model: tensor {name!r} is stored as {stored.dtype}, which only linear layers of attention "
+                "and of dense MLPs may be"
+            )
+        self.copies.append(Copy(stored, tensor))
+
+    def _fill_with_one(self, tensor: torch.Tensor, name: str) -> None:
+        """Fill a tensor with a number that is stored as a scalar, or as a vector of one."""
+        number = tensor.new_empty(1)
+        shape = () if self.checkpoint.lacks_weights else self.checkpoint.shape_of(name)
+        self.copies.append(Copy(self.checkpoint.find(name, shape if shape == () else (1,)), number))
+        self.afterwards.append(lambda: tensor.copy_(number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt writes what newer versions also write into config.json."""
 
 ProgressCallback = Callable[[int, int], None]
 """Takes the bytes that were read, and all that will be; called in the thread that loads."""
@@ -229,21 +231,28 @@ class Checkpoint:
     ) -> None:
         self.directory = resolve_model_path(path)
         self.config = read_json(self.directory / CONFIG_FILE)
+        if "quantization_config" not in self.config and (self.directory / MODELOPT_FILE).is_file():
+            fields = read_json(self.directory / MODELOPT_FILE).get("quantization")
+            self.config["quantization_config"] = {**(fields or {}), "quant_method": "modelopt"}
         self.on_progress = on_progress
-        self._lacks_weights = may_lack_weights and not any(
+        self.lacks_weights = may_lack_weights and not any(
             (self.directory / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)
         )
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All by name; none where they may lack."""
-        return {} if self._lacks_weights else find_tensors(self.directory)
+        return {} if self.lacks_weights else find_tensors(self.directory)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
-        if self._lacks_weights:
+        if self.lacks_weights:
             return self._named_dtype()
         return stored_dtype(self._find(name))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor."""
+        return self._find(name).shape
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """Return where a tensor is stored.
@@ -251,7 +260,7 @@ class Checkpoint:
         Raises:
             ModelError: the tensor is missing, has another shape, or is of a type that cannot be read.
         """
-        if self._lacks_weights:
+        if self.lacks_weights:
             return StoredTensor(name, self.directory, 0, 0, "", shape)
         stored = self._find(name)
         if stored.shape != shape:

@@ -237,7 +237,31 @@ def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
         "drafts": vllm_config.speculative_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    return why_no_graphs(vllm_config) or first_reason(reasons) or why_adapters_need_vllms_steps(vllm_config)
+    return (
+        why_no_graphs(vllm_config)
+        or first_reason(reasons)
+        or why_ranks_do_not_replay_together(vllm_config)
+        or why_adapters_need_vllms_steps(vllm_config)
+    )
+
+
+def why_ranks_do_not_replay_together(vllm_config: VllmConfig) -> str | None:
+    """Return why data-parallel ranks of a mixture of experts, which run each step together, do not replay steps.
+
+    None if they may, or if this engine's steps are its own.
+    """
+    parallel_config = vllm_config.parallel_config
+    if parallel_config.data_parallel_size == 1 or parallel_config.is_moe_model is False:
+        return None
+    backend = parallel_config.all2all_backend
+    reasons = {
+        # Ranks come and go, and capture again in between.
+        "elastic expert parallelism": parallel_config.enable_elastic_ep,
+        # None of these has been tried.
+        f"--all2all-backend {backend}": backend != "allgather_reducescatter",
+        "states with data parallelism": has_states(vllm_config),
+    }
+    return first_reason(reasons)
 
 
 def why_adapters_need_vllms_steps(vllm_config: VllmConfig) -> str | None:

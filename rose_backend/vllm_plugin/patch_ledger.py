@@ -143,6 +143,12 @@ LEDGER: dict[str, Patch] = {
         remove_when="vLLM replays whole steps",
         build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_execute_model",
     ),
+    "step_graph_vote": Patch(
+        target="vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp",
+        reason="data-parallel ranks of a mixture of experts vote once per step, and Rose has asked for the answer",
+        remove_when="execute_model takes the answer as an argument",
+        only_while="execute_model runs a step that was voted on and is not replayed whole, in its thread",
+    ),
     "step_graph_sampling": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         reason="a step that was replayed whole has its tokens already; in other steps the product with the head "

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,15 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from benchmarks.support.engines import as_flags
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
-from tests.support.half_precision import judge, logprob_errors, wrong_tokens
+from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
+from tests.support.patience import HANG_S
 from tests.support.random_checkpoints import (
     write_random_gemma3,
     write_random_gemma4,
@@ -35,6 +40,7 @@ from tests.support.random_checkpoints import (
     write_random_granite_hybrid,
     write_random_lfm2,
     write_random_qwen3_5,
+    write_random_qwen3_moe,
     write_random_qwen3_next,
 )
 from tests.support.random_vision_checkpoints import write_random_qwen2_5_vl, write_random_qwen3_vl
@@ -51,6 +57,7 @@ from tests.support.vllm_engines import (
     needs_two_gpus,
     scheduler_of,
 )
+from tests.support.vllm_server import running_server
 
 pytestmark = pytest.mark.gpu
 
@@ -423,6 +430,51 @@ def test_two_gpus_replay_the_same_steps(
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
     assert len(answers[0]) > 0.9 * NUM_REQUESTS
     assert answers[1] == answers[0] and answers[2] == answers[0]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("parallel", ["--enable-expert-parallel", "--no-enable-expert-parallel"])
+@pytest.mark.parametrize("graphs", ["of any mix", "of decodes only"])
+def test_data_parallel_ranks_replay_the_steps_of_their_experts_together(
+    tmp_path: Path, parallel: str, graphs: str
+) -> None:
+    """Ranks that idle, compute prompts, or have more requests than graphs take meet ranks that only decode."""
+    path = write_random_qwen3_moe(tmp_path / "model")
+    prompts, _ = mixed_prompts(VOCAB_SIZE, max_len=400)
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, **GPU_MEMORY}
+    if graphs == "of decodes only":
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}
+        options["compilation_config"] = sizes
+    arguments = ["--attention-backend", "rose", "--dtype", "float32", parallel, "--data-parallel-size", "2"]
+    with running_server(path, tmp_path / "log", *arguments, *as_flags(options)) as server:
+
+        def ask(index: int) -> list[int]:
+            response = server.post(
+                "/v1/completions",
+                model=str(path),
+                prompt=list(prompts[index]),
+                max_tokens=8 + index % 50,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            assert response.status_code == 200, response.text
+            tokens: list[int] = response.json()["choices"][0]["token_ids"]
+            return tokens
+
+        replayed: dict[str, int] = {}
+        start = time.monotonic()
+        while time.monotonic() < start + HANG_S and sum(count > 300 for count in replayed.values()) < 2:
+            # The first: one rank has nothing to do. The last: no graph takes as many.
+            for num_requests in (1, 2, 7, 24, 3, 64):
+                with ThreadPoolExecutor(num_requests) as pool:
+                    answers = list(pool.map(ask, range(num_requests)))
+                judged = judge(path, prompts[:num_requests], answers)
+                assert wrong_tokens(judged, 1e-3) == []
+            # Of each worker, its last count.
+            counts = re.findall(r"pid=(\d+)\).* steps since start-up: (\d+) replayed whole", server.log)
+            replayed = {pid: int(count) for pid, count in counts}
+        assert min(replayed.values(), default=0) > 300 and len(replayed) == 2, server.log[-4000:]
 
 
 @pytest.mark.parametrize("model", NUM_GROUPS)

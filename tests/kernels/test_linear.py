@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
+    Float8Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
     empty_rows,
+    float8_linear,
     norm_input_of,
     pack_linear,
     pack_norm,
@@ -22,11 +25,13 @@ from rose_backend.kernels import (
     small_batch_linear_before_norm,
 )
 from rose_backend.kernels.arguments import MAX_ROWS
+from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.kernels.linear import small_batch_linear as gpu
 from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
 from tests.support.linear_cases import (
     EPS,
+    FLOAT8_PARTS,
     GATED_PARTS,
     GATED_SHAPES,
     PARTS,
@@ -34,6 +39,7 @@ from tests.support.linear_cases import (
     Case,
     make_case,
     overlapping,
+    random_float8,
 )
 from tests.support.moments import check_left, left_to
 
@@ -97,7 +103,7 @@ def launch_public(case: Case, layer: PackedLinear, num_x_parts: int) -> tuple[to
 
 
 @each_dtype
-@pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
+@pytest.mark.parametrize("parts", PARTS + GATED_PARTS + FLOAT8_PARTS)
 def test_values(implementation: Implementation, dtype: torch.dtype, parts: str) -> None:
     """With the configurations that are chosen, which are a GPU's own."""
     sizes = (
@@ -237,6 +243,113 @@ def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
     case.x, case.weight = aligned(case.x[:, :104]), aligned(case.weight[:, :104])
     case.norm = tuple(None if vector is None else vector[:104] for vector in case.norm)
     case.check(INTERPRETER(launch, case, config(16, 32, 32, use_tma=True), next_norm=case.next_norm))
+
+
+# A block's depth whole, in halves and divided among warps; a depth that is split.
+FLOAT8_CONFIGS = [
+    (1, config(1, 4, 256, use_dot=False)),
+    (5, config(8, 64, 128, 2, weights_left=True)),
+    (5, config(16, 16, 256, warp_split=4, weights_left=True)),
+    (17, config(16, 32, 512, warp_split=4)),
+    (21, config(16, 64, 64, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles"), FLOAT8_CONFIGS, ids=lambda value: "" if isinstance(value, dict) else None
+)
+@pytest.mark.parametrize("parts", FLOAT8_PARTS)
+def test_scales_of_blocks_and_rows_with_every_kind_of_tile(
+    rows: int, tiles: dict[str, Any], parts: str
+) -> None:
+    case = make_case(rows, 300, 270, parts, HALF if tiles.get("use_dot", True) else torch.float32)
+    case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
+
+
+def test_tiles_deeper_than_a_block_are_refused() -> None:
+    case = make_case(5, 300, 270, "blocks nobias", HALF)
+    for tiles, got in ((config(16, 16, 256), 256), (config(16, 16, 512, warp_split=2), 256)):
+        with pytest.raises(ShapeError, match=f"a depth that divides 128 with blocks, got {got}"):
+            launch(case, tiles)
+
+
+def convert_all(dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return what a product with one makes of every e4m3 number but NaN, [254], 128 columns to a block."""
+    codes = torch.cat([torch.arange(127), torch.arange(128, 255)]).to(torch.uint8)
+    values = torch.zeros(254, 128, dtype=torch.uint8)
+    values[torch.arange(254), torch.arange(254) % 128] = codes
+    weight = Float8Weight(values.view(torch.float8_e4m3fn).to(device), torch.ones(254, 1, device=device))
+    x = torch.ones(1, 128, dtype=dtype, device=device)
+    out = torch.empty(1, 254, dtype=dtype, device=device)
+    gpu.small_batch_linear(x, pack_linear(weight), gelu=False, residual=None, out=out)
+    return out[0]
+
+
+@each_dtype
+def test_every_float8_number_is_exact(implementation: Implementation, dtype: torch.dtype) -> None:
+    codes = torch.cat([torch.arange(127), torch.arange(128, 255)]).to(torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).to(dtype)
+    if implementation.has_kernels:
+        assert torch.equal(implementation(convert_all, dtype, implementation.device).cpu(), expected)
+
+
+def make_float8(columns: int, depth: int, kind: str, device: str) -> Float8Weight:
+    generator = torch.Generator().manual_seed(depth)
+    return random_float8(columns, depth, generator, blocks=kind == "blocks", device=device)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_products_of_many_rows(implementation: Implementation, dtype: torch.dtype, kind: str) -> None:
+    """In three parts of the weight, the last one smaller."""
+    generator, device = torch.Generator().manual_seed(1), implementation.device
+    x = torch.randn(7, 303, generator=generator).to(device, dtype)[:, :300]
+    weight, bias = (
+        make_float8(270, 300, kind, device),
+        torch.randn(270, generator=generator).to(device, dtype),
+    )
+    exact = x.double() @ weight.dequantized(torch.float32).double().T
+    plain = x @ weight.dequantized(dtype).T
+    for each in (None, bias):
+        actual = implementation(in_small_parts, x, weight, each)
+        shift = 0 if each is None else each
+        assert_within_budget(actual, exact + shift, plain + shift)
+
+
+def in_small_parts(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    from rose_backend.kernels.linear import float8
+
+    with (
+        mock.patch.object(float8, "_PART_BYTES", 104 * 300 * x.element_size()),
+        Workspace(),
+    ):
+        return float8_linear(x, weight, bias)
+
+
+def test_bad_float8_weights_are_named() -> None:
+    values = torch.zeros(270, 300).to(torch.float8_e4m3fn)
+    scales, x = torch.ones(270, 1), torch.zeros(2, 300)
+    wrong = [
+        (Float8Weight(values.half(), scales), "values: expected dtype torch.float8_e4m3fn"),
+        (Float8Weight(values, scales.half()), "scales: expected dtype torch.float32"),
+        (
+            Float8Weight(values, torch.ones(3, 2)),
+            r"scales: expected shape \(270, 1\) or \(3, 3\), got \(3, 2\)",
+        ),
+        (Float8Weight(values, torch.ones(3, 6)[:, ::2]), "values and scales: expected contiguous tensors"),
+    ]
+    for weight, message in wrong:
+        with pytest.raises(ShapeError, match=message):
+            pack_linear(weight)
+        with pytest.raises(ShapeError, match=message):
+            float8_linear(x, weight)
+    good = Float8Weight(values, scales)
+    with pytest.raises(ShapeError, match="norm_weight and norm_bias: expected neither with a float8 weight"):
+        pack_linear(good, norm_weight=torch.ones(300), norm_bias=torch.ones(300))
+    with pytest.raises(ShapeError, match="bias: expected O=270, got 3"):
+        pack_linear(good, torch.ones(3))
+    with pytest.raises(ShapeError, match="values: expected E=299, got 300"):
+        float8_linear(x[:, 1:], good)
 
 
 def test_rows_behind_are_copied_and_not_used() -> None:
@@ -413,6 +526,14 @@ LLAMA_1B = [
 ]
 QWEN3_30B = [(2048, 5120, "rms nobias"), (4096, 2048, "nobias residual"), (2048, 128, "rms nobias")]
 # Depths of Qwen2.5 and SmolLM2, which end inside a tile.
+FLOAT8_SHAPES = [
+    (4096, 6144, "blocks rms nobias"),
+    (4096, 28_672, "rows rms gated nobias"),
+    (4096, 24_576, "blocks rms gated nobias"),
+    (12_288, 4096, "blocks nobias residual"),
+    (896, 1152, "rows rms"),
+]
+"""Qwen3 8B's, Llama 3.1 8B's widest, and one with a bias whose depth ends inside a tile."""
 UNEVEN = [
     (896, 1152, "rms nobias"),
     (896, 9728, "rms gated nobias"),
@@ -426,7 +547,10 @@ UNEVEN = [
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
     [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
-    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN],
+    + [
+        (shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256))
+        for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN + FLOAT8_SHAPES
+    ],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
@@ -474,7 +598,7 @@ def test_every_kind_of_configuration(rows: int, tiles: dict[str, Any], shape: tu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
-@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES + FLOAT8_SHAPES, ids=str)
 def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
     case = make_case(rows, *shape, HALF, "cuda")
     case.x = case.x.contiguous()

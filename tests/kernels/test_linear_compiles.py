@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rose_backend.kernels import NormInput
+from rose_backend.kernels import Float8Weight, NormInput
+from rose_backend.kernels.linear import float8
 from rose_backend.kernels.linear import small_batch_linear as gpu
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.linear_cases import GATED_SHAPES, SHAPES, make_case, overlapping
@@ -33,6 +34,19 @@ WIDE_SHAPES = [
 COMPILED += [
     (rows, *shape, HALF) for rows in (1, 2, 8, 32, 64, 128, 256) for shape in WIDE_SHAPES[rows % 3 == 2 :: 2]
 ]
+# Qwen3 8B and Llama 3.1 8B.
+FLOAT8_SHAPES = [
+    (4096, 6144, "blocks rms nobias"),
+    (4096, 28_672, "rows rms gated nobias"),
+    (12_288, 4096, "blocks nobias residual"),
+]
+COMPILED += [
+    (rows, *shape, dtype)
+    for dtype in (HALF, torch.bfloat16)
+    for rows in (1, 16, 32, 64, 128)
+    for shape in FLOAT8_SHAPES
+]
+COMPILED += [(4, *FLOAT8_SHAPES[0], FLOAT32)]
 
 
 @compiles("small_batch_linear_kernel")
@@ -50,10 +64,21 @@ COMPILED += [
         (32, GATED_SHAPES[2]),
         (32, WIDE_SHAPES[4]),
         (64, GATED_SHAPES[1]),
+        *((rows, shape) for rows in (8, 64) for shape in FLOAT8_SHAPES),
     ],
 )
 def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
     compile_chosen_config(capability, rows, *shape, HALF)
+
+
+@compiles("_dequantize_kernel")
+@pytest.mark.parametrize("parts", ["rows", "blocks"])
+def test_writing_a_part_in_half_precision_compiles(parts: str, capability: int) -> None:
+    case = make_case(512, 4096, 6144, f"{parts} nobias", torch.bfloat16, has_values=False)
+    assert isinstance(case.weight, Float8Weight)
+    with record_launches(float8, "_dequantize_kernel") as launches:
+        float8.float8_linear(case.x, case.weight, None)
+    assert compile_launch(launches[0], capability).spill_bytes == 0
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns", "parts", "dtype"), COMPILED)
@@ -91,18 +116,20 @@ def compile_chosen_config(
             residual=case.residual,
             out=out,
             next_norm=None if case.residual is None else case.next_norm,
-            config=gpu.choose_linear_config(
+            config=gpu.choose_float8_config(rows, columns, depth)
+            if isinstance(case.weight, Float8Weight) and not exact
+            else gpu.choose_linear_config(
                 rows,
                 columns,
                 depth,
                 exact=exact,
-                can_use_tma=capability >= 90,
+                can_use_tma=capability >= 90 and not isinstance(case.weight, Float8Weight),
                 has_tensor_memory=capability >= 100,
             ),
         )
     chosen, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
     ahead = gpu.lines_ahead(
-        chosen["DEPTH"] * out.element_size(),
+        chosen["DEPTH"] * (1 if isinstance(case.weight, Float8Weight) else out.element_size()),
         chosen["BLOCK_N"],
         -(-columns // chosen["BLOCK_N"]) * chosen["SPLIT_K"],
     )

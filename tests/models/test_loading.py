@@ -295,7 +295,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None is not supported"),
         (
             {"architectures": ["BertModel"]},
             "architecture BertModel, supported are GPT2LMHeadModel, LlamaForCausalLM",
@@ -312,7 +312,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, allowed are silu"),
         ({"is_causal": False}, "is_causal=False is not supported"),
         ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),

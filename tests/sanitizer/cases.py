@@ -18,6 +18,7 @@ from rose_backend.kernels.decode_step.ops import (
 )
 from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
+from tests.support.linear_cases import random_float8
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 from tests.support.sampling_cases import make_params, random_case
 
@@ -202,8 +203,13 @@ def adapters(slots: list[int], rank: int, *widths: int) -> Case:
     return run
 
 
-def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool = False) -> Case:
-    """A small-batch product with a norm and GELU, or with a residual; if gated, an RMSNorm and no bias."""
+def linear(
+    num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool = False, float8: str = ""
+) -> Case:
+    """A small-batch product with a norm and GELU, or with a residual; if gated, an RMSNorm and no bias.
+
+    With ``float8`` the weight is in 8 bits, with scales of "rows" or "blocks".
+    """
 
     def run(device: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(2)
@@ -215,6 +221,11 @@ def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool =
         norm_weight, norm_bias = (random(depth), random(depth)) if norm else (None, None)
         if gated:
             bias = norm_bias = None
+        if float8:
+            quantized = random_float8(columns, depth, generator, blocks=float8 == "blocks", device=device)
+            layer = kernels.pack_linear(quantized, bias, gated=gated)
+            hidden = random(num_rows, depth)
+            return [kernels.small_batch_linear(hidden, layer), kernels.float8_linear(hidden, quantized, bias)]
         folded = {} if norm_bias is None else {"norm_weight": norm_weight, "norm_bias": norm_bias}
         layer = kernels.pack_linear(weight, bias, **folded, gated=gated)
         hidden = random(num_rows, depth)
@@ -360,6 +371,8 @@ CASES: dict[str, Case] = {
     "linear, split": linear(5, 3072, 203, norm=False),
     "linear, 33 rows": linear(33, 801, 203, norm=False),
     "linear, gated": linear(5, 801, 206, norm=True, gated=True),
+    "linear, float8 rows": linear(5, 801, 206, norm=False, gated=True, float8="rows"),
+    "linear, float8 blocks": linear(17, 3072, 206, norm=False, float8="blocks"),
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
     "experts, 2 tokens": experts(2),
     "experts, 70 tokens": experts(70),

@@ -79,6 +79,7 @@ def shapes() -> dict[str, Shape]:
         checkpoint.QWEN3_30B: checkpoint.qwen3_moe_config(),
         checkpoint.QWEN35_4B: checkpoint.qwen3_5_config(),
         checkpoint.QWEN3_VL_4B: checkpoint.qwen3_vl_config().get_text_config(),
+        checkpoint.QWEN3_8B_FP8: checkpoint.qwen3_8b_config(),
     }
     found = {checkpoint.GPT2_124M: Shape(768, 12, 12, 64, torch.float16, 3072, is_gated=False)}
     for name, config in configs.items():
@@ -93,7 +94,7 @@ def shapes() -> dict[str, Shape]:
             num_experts=num_experts,
             top_k=config.num_experts_per_tok if num_experts else 0,
         )
-    assert set(found) == set(checkpoint.SHAPES)
+    assert set(found) == set(checkpoint.SHAPES) - {checkpoint.LLAMA_8B_FP8}, "it is as wide as the dense one"
     return found
 
 
@@ -142,6 +143,9 @@ def _linear(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
 
         case = f"{name} {columns} x {depth}, {'exact' if exact else '16 bits'}"
         yield f"{case}, {'aligned' if is_aligned else 'not aligned'}", by_ranges(chosen)
+    for name, (columns, depth) in shape.products.items():
+        choose = functools.partial(tuning.choose_float8_config, num_columns=columns, depth=depth)
+        yield f"{name} {columns} x {depth}, float8", by_ranges(choose)
 
 
 def _experts(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:

@@ -10,7 +10,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from rose_backend.kernels import NormInput, PackedLinear, PackedNorm, pack_linear, pack_norm
+from rose_backend.kernels import (
+    Float8Weight,
+    NormInput,
+    PackedLinear,
+    PackedNorm,
+    pack_linear,
+    pack_norm,
+)
 from tests.support.error_budget import assert_within_budget
 from tests.support.moments import left_to
 
@@ -22,7 +29,7 @@ class Case:
     """Random inputs of one product; ``bias``, ``norm``, ``residual`` are None where the product has none."""
 
     x: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | Float8Weight
     bias: torch.Tensor | None
     norm: tuple[torch.Tensor, torch.Tensor | None] | None
     residual: torch.Tensor | None
@@ -52,12 +59,12 @@ class Case:
         if self.norm is not None and self.norm[1] is not None:
             return PackedNorm(None, EPS)
         generator = torch.Generator().manual_seed(self.num_outputs)
-        return pack_norm((torch.rand(self.num_outputs, generator=generator) * 6 - 3).to(self.weight), EPS)
+        return pack_norm((torch.rand(self.num_outputs, generator=generator) * 6 - 3).to(self.x), EPS)
 
     @property
     def num_outputs(self) -> int:
         """Columns of the result."""
-        return len(self.weight) // (2 if self.gated else 1)
+        return self.weight.shape[0] // (2 if self.gated else 1)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
         """Compute with separate torch operations in ``dtype``."""
@@ -66,7 +73,10 @@ class Case:
             x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.norm[0].to(dtype)
         elif self.norm is not None:
             x = F.layer_norm(x, (x.shape[1],), self.norm[0].to(dtype), self.norm[1].to(dtype), EPS)
-        y = F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        weight = self.weight
+        # In float32 nothing of a float8 weight is rounded; other types have it in the type of ``x``.
+        wide = weight.dequantized(torch.float32) if isinstance(weight, Float8Weight) else weight
+        y = F.linear(x, wide.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if self.gated:
             y = F.silu(y[:, : self.num_outputs]) * y[:, self.num_outputs :]
         if self.gelu:
@@ -90,7 +100,8 @@ def make_case(
 ) -> Case:
     """Return random arguments, or some that were never written.
 
-    ``parts`` names what the product carries: any of "norm" or "rms", "gelu" or "gated", "residual" and "nobias".
+    ``parts`` names what the product carries: any of "norm" or "rms", "gelu" or "gated", "residual" and "nobias"; with
+    "rows" or "blocks" the weight is float8, with scales of those.
     """
     generator = torch.Generator().manual_seed(rows * 1000 + depth + columns)
 
@@ -105,7 +116,11 @@ def make_case(
     return Case(
         # A mean that is not zero, and rows of a wider tensor.
         x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
-        weight=random(columns, depth, scale=depth**-0.5),
+        weight=random_float8(
+            columns, depth, generator, blocks="blocks" in parts, device=device, has_values=has_values
+        )
+        if "rows" in parts or "blocks" in parts
+        else random(columns, depth, scale=depth**-0.5),
         bias=None if "nobias" in parts else random(columns),
         norm=(random(depth, scale=1.5), random(depth) if "norm" in parts else None)
         if "norm" in parts or "rms" in parts
@@ -115,6 +130,29 @@ def make_case(
         else None,
         gelu="gelu" in parts,
         gated=gated,
+    )
+
+
+def random_float8(
+    columns: int,
+    depth: int,
+    generator: torch.Generator,
+    *,
+    blocks: bool,
+    device: str = "cpu",
+    has_values: bool = True,
+) -> Float8Weight:
+    """Return a weight of every finite number, subnormal ones included, with scales that differ by far."""
+    scales = (-(-columns // 128), -(-depth // 128)) if blocks else (columns, 1)
+    if not has_values:
+        values = torch.empty((columns, depth), dtype=torch.float8_e4m3fn, device=device)
+        return Float8Weight(values, torch.empty(scales, device=device))
+    magnitudes = torch.randint(0, 127, (columns, depth), generator=generator, dtype=torch.uint8)
+    signs = torch.randint(0, 2, (columns, depth), generator=generator, dtype=torch.uint8)
+    factors = 2.0 ** (torch.rand(scales, generator=generator) * 6 - 3)
+    return Float8Weight(
+        (signs * 128 + magnitudes).view(torch.float8_e4m3fn).to(device),
+        (factors * (depth**-0.5 / 100)).to(device),
     )
 
 
@@ -139,6 +177,16 @@ def overlapping(use_pdl: bool | None) -> Iterator[None]:
     with mock.patch.object(gpu, "has_dependent_launch", can if use_pdl is None else lambda device: use_pdl):
         yield
 
+
+FLOAT8_PARTS = [
+    "rows rms",
+    "rows rms gated nobias",
+    "rows residual",
+    "blocks rms nobias",
+    "blocks rms gated",
+    "blocks nobias residual",
+]
+"""Of float8 weights, behind an RMSNorm or before one."""
 
 SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
 # Qwen3 0.6B.

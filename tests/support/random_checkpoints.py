@@ -38,6 +38,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -107,6 +109,19 @@ write_random_llama = _writer(
 # As Qwen3's: queries and keys normed, 4 query heads of 128 on 2 K/V heads.
 write_random_qwen3 = _writer(
     Qwen3ForCausalLM, Qwen3Config, _SMALL | _WIDE | {"head_dim": 128, "tie_word_embeddings": True}
+)
+# As Qwen3 30B A3B's: a Qwen3 with experts. Each token takes all 4, so that no rounding decides which.
+write_random_qwen3_moe = _writer(
+    Qwen3MoeForCausalLM,
+    Qwen3MoeConfig,
+    _SMALL
+    | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
 )
 # As Mistral 7B v0.1's: a Llama of 3 layers, all of them with a sliding window.
 write_random_mistral = _writer(

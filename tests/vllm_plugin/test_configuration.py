@@ -253,6 +253,36 @@ def test_with_graphs_and_everything_else_in_force_nothing_is_named(
         assert line.endswith(f"; disabled: none; unavailable: {idle}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_hybrid", "reason"),
+    [
+        ({}, False, None),
+        ({"all2all_backend": "deepep_low_latency"}, False, "--all2all-backend deepep_low_latency"),
+        ({"enable_elastic_ep": True}, False, "elastic expert parallelism"),
+        ({}, True, "states with data parallelism"),
+        # Engines of a dense model are independent.
+        ({"is_moe_model": False, "all2all_backend": "deepep_low_latency"}, True, None),
+        ({"data_parallel_size": 1, "all2all_backend": "deepep_low_latency"}, True, None),
+    ],
+)
+def test_why_data_parallel_ranks_do_not_replay_steps_is_said_at_start_up(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    is_hybrid: bool,
+    reason: str | None,
+) -> None:
+    config = make_config(enforce_eager=False)
+    monkeypatch.setattr(config, "compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
+    monkeypatch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", property(lambda self: is_hybrid))
+    for name, value in ({"data_parallel_size": 2, "is_moe_model": True} | changes).items():
+        monkeypatch.setattr(config.parallel_config, name, value)
+    line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
+    assert idle_parts(line).get("step_graph") == reason
+
+
 def test_another_backend_sees_nothing(make_config: MakeConfig, rose_log: list[str]) -> None:
     # Options under our key are not even read.
     for backend in (None, "CPU_ATTN"):

@@ -67,7 +67,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker import gpu_model_runner, gpu_worker
-from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, lora_utils, model_runner
+from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, dp_utils, lora_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.kv_connector import KVConnector
@@ -589,6 +589,50 @@ def test_steps_with_prompts_are_described_as_vllm_describes_them() -> None:
     assert "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np" in source
     source = inspect.getsource(PromptLogprobsWorker.__init__)
     assert all(f"self.{name}" in source for name in ("uses_prompt_logprobs = ", "token_id_scores: dict"))
+
+
+def test_data_parallel_ranks_vote_as_replayed_steps_do() -> None:
+    """See ``StepVotes``: one collective in each step with tokens, and in each dummy step, by one call."""
+    runner = model_runner.GPUModelRunner
+    source = textwrap.dedent(inspect.getsource(runner.execute_model))
+    (call,) = [
+        each
+        for each in ast.walk(ast.parse(source))
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "dispatch_cg_and_sync_dp"
+    ]
+    assert [ast.unparse(each) for each in call.args] == [
+        *(
+            "self.cudagraph_manager",
+            "num_reqs",
+            "num_toks",
+            "uniform_tok_count",
+            "self.dp_size",
+            "self.dp_rank",
+        ),
+    ]
+    named = {str(each.arg): ast.unparse(each.value) for each in call.keywords}
+    # From 0.33 on; replayed steps have it false.
+    assert named.pop("allow_skip_drafts", "scheduler_output.skip_drafts") == "scheduler_output.skip_drafts"
+    assert named == {
+        "max_query_len": "max_query_len",
+        # Of encoder-decoder models alone, which are not replayed.
+        "need_eager": "is_profile or skip_compiled",
+        "num_active_loras": "num_active_loras",
+        "parallel_config": "self.parallel_config",
+        "allow_ubatching": "self.ubatch_runner is not None and (not skip_attn_for_dummy_run)",
+        "uniform_decode": "uniform_tok_count == self.decode_query_len",
+    }
+    places = [source.find(part) for part in ("total_num_scheduled_tokens == 0:", "dispatch_cg_and_sync_dp(")]
+    assert -1 not in places and places == sorted(places), places
+    assert "dummy_run=True" in inspect.getsource(runner._dummy_run)
+    assert inspect.getsource(dp_utils.sync_cudagraph_and_dp_padding).count("all_reduce") == 1
+    sources = Path(dp_utils.__file__).parent.rglob("*.py")
+    assert [each.name for each in sources if "get_dp_group()" in each.read_text()] == ["dp_utils.py"]
+    assert "uniform_token_count" in dp_utils.DPSyncState.__dataclass_fields__
+    assert "dp_sync_state" in model_runner.ExecuteModelState._fields
+    # Where a graph is replayed, nothing is told how many tokens other ranks have.
+    for manager in (cudagraph_utils.CudaGraphManager, cudagraph_utils.ModelCudaGraphManager):
+        assert "dp" not in inspect.getsource(manager.run_fullgraph), manager.__name__
 
 
 def test_connectors_are_called_in_the_order_of_replayed_steps() -> None:

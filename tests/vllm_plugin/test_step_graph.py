@@ -45,7 +45,6 @@ from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBui
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from rose_backend.vllm_plugin.step_graph import runner_hooks
 from rose_backend.vllm_plugin.step_graph import steps as graph_steps
@@ -88,6 +87,7 @@ from tests.support.vllm_plugin.steady_runner import (
     Desc,
     Requests,
     Runner,
+    SamplingRunner,
     make_output,
     rope_state,
     state_after,
@@ -336,65 +336,6 @@ def test_what_a_request_wants_decides(runner: Runner) -> None:
     assert steps.launch(output)
 
 
-class Processors:
-    """In the place of vLLM's: a slot's logits are moved on by as many tokens as ``shifts`` says."""
-
-    def __init__(self) -> None:
-        self.shifts = [0] * (MAX_REQS + 1)
-
-    def apply(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
-    ) -> None:
-        assert len(logits) == len(slots) == len(positions) == len(ids)
-        real = slots[slots != MAX_REQS].tolist()
-        assert len(set(real)) == len(real), "rows of padding have the slot of a request"
-        for row, slot in enumerate(slots.tolist()):
-            logits[row] = logits[row].roll(self.shifts[slot])
-
-
-class Draws:
-    """In the place of ``DrawGraphs``: the largest logit, and three rows at a time."""
-
-    def __init__(self) -> None:
-        self.parameters = {"num_logprobs": torch.full((MAX_REQS + 1,), -1, dtype=torch.int32)}
-
-    def compute(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        tokens: torch.Tensor,
-        process: Any,
-    ) -> None:
-        for start in range(0, len(logits), 3):
-            rows = slice(start, min(start + 3, len(logits)))
-            own = logits[rows].clone()
-            if process is not None:
-                process(own, rows)
-            tokens[rows] = own.argmax(-1)
-
-
-class SamplingRunner(Runner):
-    """With Rose's sampler: all that steps sample is replayed."""
-
-    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
-        super().__init__(groups)
-        self.processors, self.draws = Processors(), Draws()
-        replayed = object.__new__(ReplayedSampling)
-        replayed.graphs = self.draws  # type: ignore[assignment]
-        replayed.is_changed = np.zeros(MAX_REQS, bool)
-        replayed.whole_steps = lambda max_num_rows: self.processors  # type: ignore[method-assign, assignment, return-value]
-        self.replayed = self.sampler.sample = replayed
-        self.sampler.logprobs_mode = "raw_logprobs"
-
-    def process(self, slot: int, shift: int) -> None:
-        self.replayed.is_changed[slot], self.processors.shifts[slot] = bool(shift), shift
-
-    def report(self, slot: int, num_logprobs: int) -> None:
-        self.sampler.sampling_states.num_logprobs[slot] = num_logprobs
-        self.draws.parameters["num_logprobs"][slot] = num_logprobs
-
-
 @pytest.mark.parametrize("sees_pictures", [False, True], ids=["text", "multimodal"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
@@ -640,7 +581,9 @@ def test_vllms_own_steps_with_prompts_multiply_as_many_rows() -> None:
     for num_tokens, num_rows in ((20, 32), (3, 4)):
         batch = SimpleNamespace(num_tokens=num_tokens, num_reqs=3, has_prefill=True)
         runner.execute_model_state = SimpleNamespace(
-            input_batch=batch, hidden_states=runner.cudagraph_manager.hidden_states[:num_rows]
+            input_batch=batch,
+            hidden_states=runner.cudagraph_manager.hidden_states[:num_rows],
+            dp_sync_state=None,
         )
         steps.note_vllm_step()
         runner.products.clear()
@@ -1124,6 +1067,24 @@ def test_graphs_are_captured_again_once_where_something_has_moved(
     assert told == ([] if path is None else [path])
 
 
+@pytest.mark.parametrize("path", ["model.lm_head.weight", "kv_caches.0"])
+def test_data_parallel_ranks_do_not_capture_again_while_others_run_steps(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str], path: str
+) -> None:
+    runner = CapturedRunner(monkeypatch)
+    runner.dp_size, requests = 2, Requests(runner)
+    requests.add(3)
+    runner.replace(path)
+    wrap_reset_lora_state(lambda _: None)(runner)
+    output = requests.step()
+    for _ in range(2):
+        assert runner.execute(runner, output) is None
+    assert runner.events == ["vLLM's step"] * 2 and runner.model.compute_logits == runner.own_logits
+    assert rose_log == [
+        f"Rose step graph: steps of this rank are vLLM's from now on, because 1 tensors have moved: {path}"
+    ]
+
+
 @pytest.mark.parametrize("what", ["reloads", "wakes"])
 def test_who_reloads_or_wakes_up_compares(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     runner = CapturedRunner(monkeypatch)
@@ -1359,6 +1320,7 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
         launch=lambda output: launched.append(output) or output == "steady",
         take_output=lambda grammar: outputs.pop() if outputs else None,
         note_vllm_step=lambda: launched.append("noted"),
+        votes=SimpleNamespace(handed_on=lambda: nullcontext(launched.append("handed on"))),
     )
     execute = runner_hooks.wrap_execute_model(hooked.method("execute", "vLLM's"))
     sample = runner_hooks.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
@@ -1370,7 +1332,8 @@ def test_other_calls_of_a_step_are_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     assert execute(hooked, "other") == "vLLM's"
     assert execute(hooked, "steady", object()) == "vLLM's"
     assert execute(hooked, "steady", dummy_run=True) == "vLLM's"
-    assert launched == ["steady", "other"]
+    # A dummy step has a vote of its own.
+    assert launched == ["steady", "other", "handed on"]
     assert sample(hooked, None) == "output"
     assert sample(hooked, "grammar") == "vLLM's" and launched[-1] == "noted"
 
@@ -1380,18 +1343,31 @@ def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
     steps = StepGraphs(runner)
     hidden = runner.cudagraph_manager.hidden_states
     batch = SimpleNamespace(num_tokens=3, num_reqs=3, has_prefill=False)
-    runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden[:4])
+    state = runner.execute_model_state = SimpleNamespace(
+        input_batch=batch, hidden_states=hidden[:4], dp_sync_state=None
+    )
     steps.note_vllm_step()
     runner.products.clear()
     assert len(runner.model.compute_logits(hidden[:3])) == 3
     # Once: prompts' log-probabilities and other steps multiply what they have.
     assert len(runner.model.compute_logits(hidden[:3])) == 3
     assert runner.products == [4, 3]
+    # Beside ranks that have more requests, or prompts.
+    for uniform_token_count, product in ((1, 4), (None, 3)):
+        state.hidden_states = hidden[:8]
+        state.dp_sync_state = SimpleNamespace(uniform_token_count=uniform_token_count)
+        steps.note_vllm_step()
+        runner.products.clear()
+        runner.model.compute_logits(hidden[:3])
+        assert runner.products == [product]
+    runner.products[:] = [4, 3]
     for other in (
         SimpleNamespace(num_tokens=5, num_reqs=3, has_prefill=True),
         SimpleNamespace(num_tokens=3, num_reqs=2, has_prefill=True),
     ):
-        runner.execute_model_state = SimpleNamespace(input_batch=other, hidden_states=hidden[:4])
+        runner.execute_model_state = SimpleNamespace(
+            input_batch=other, hidden_states=hidden[:4], dp_sync_state=None
+        )
         steps.note_vllm_step()
         runner.model.compute_logits(hidden[:2])
     assert runner.products[2:] == [2, 2]
@@ -1437,7 +1413,7 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
         sampler=sampler,
         cudagraph_manager=SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: [object()]}),
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(enable_eplb=False, tensor_parallel_size=1),
+            parallel_config=SimpleNamespace(enable_eplb=False, tensor_parallel_size=1, data_parallel_size=1),
             observability_config=SimpleNamespace(cudagraph_metrics=False),
             kv_transfer_config=None,
             scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER_CLASS),
@@ -1445,7 +1421,6 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
             lora_config=None,
             model_config=SimpleNamespace(is_moe=False, is_multimodal_model=False, is_hybrid=False),
         ),
-        dp_size=1,
         ec_connector=NO_OP_EC_CONNECTOR,
         model=SimpleNamespace(lm_head=object()),
         # Of a text model nobody asks whether it is audited.
@@ -1527,6 +1502,27 @@ def test_engines_with_adapters_are_replayed(path: str, value: Any, reason: str |
     config.lora_config = runner.lora_config = SimpleNamespace(specialize_active_lora=False)
     owner, name = path.split(".")
     setattr(getattr(config, owner), name, value)
+    assert why_engine_is_not_replayed(runner) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("is_moe_model", True, None),
+        ("all2all_backend", "nixl_ep", "--all2all-backend nixl_ep"),
+        ("enable_elastic_ep", True, "elastic expert parallelism"),
+    ],
+)
+def test_engines_of_data_parallel_ranks_are_replayed(name: str, value: Any, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    parallel_config = runner.vllm_config.parallel_config
+    vars(parallel_config).update(
+        data_parallel_size=2,
+        is_moe_model=True,
+        enable_elastic_ep=False,
+        all2all_backend="allgather_reducescatter",
+    )
+    setattr(parallel_config, name, value)
     assert why_engine_is_not_replayed(runner) == reason
 
 

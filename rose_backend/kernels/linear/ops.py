@@ -10,6 +10,7 @@ from rose_backend.kernels.arguments import (
     MAX_ROWS,
     AdapterRows,
     Adapters,
+    Float8Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
@@ -27,7 +28,7 @@ _FOLDED_ROWS = 1024
 
 
 def pack_linear(
-    weight: torch.Tensor,  # [O, E]
+    weight: torch.Tensor | Float8Weight,  # [O, E]
     bias: torch.Tensor | None = None,  # [O]
     *,
     norm_weight: torch.Tensor | None = None,  # [E]
@@ -39,7 +40,8 @@ def pack_linear(
     ``norm(x) * g + h`` before ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
     Args:
-        norm_weight, norm_bias: of a LayerNorm before it, which is folded in. An RMSNorm is not: see ``PackedNorm``.
+        norm_weight, norm_bias: of a LayerNorm before it, which is folded in, though not into a ``Float8Weight``. An
+            RMSNorm is not: see ``PackedNorm``.
         gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
 
     Returns:
@@ -48,13 +50,20 @@ def pack_linear(
     Raises:
         ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows.
     """
+    if gated and weight.shape[0] % 2:
+        raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
+    if isinstance(weight, Float8Weight):
+        weight.check()
+        if norm_weight is not None or norm_bias is not None:
+            raise ShapeError("norm_weight and norm_bias: expected neither with a float8 weight")
+        if bias is not None:
+            check_tensors(values=(weight.values, "O E"), bias=(bias, "O"))
+        return PackedLinear(weight, bias, None, is_gated=gated)
     check_tensors(weight=(weight, "O E"))
     if bias is not None:
         check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
         check_same_dtype(weight=weight, bias=bias)
     if gated:
-        if weight.shape[0] % 2:
-            raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
         weight = _alternate(weight)
         bias = None if bias is None else _alternate(bias)
     if norm_weight is None or norm_bias is None:
@@ -139,12 +148,16 @@ def _compute(
     hidden, norm = (x.scaled, x.norm) if isinstance(x, NormInput) else (x, None)
     if out is None:
         out = empty_rows(hidden, hidden.shape[0], layer.num_outputs)
-    check_tensors(x=(hidden, "T E"), weight=(layer.weight, "N E"), out=(out, "T O"))
+    weight = layer.weight
+    values = weight if isinstance(weight, torch.Tensor) else weight.values
+    check_tensors(x=(hidden, "T E"), weight=(values, "N E"), out=(out, "T O"))
     if out.shape[1] != layer.num_outputs:
         raise ShapeError(f"out: expected O={layer.num_outputs}, got {out.shape[1]}")
     if gelu and layer.is_gated:
         raise ShapeError("gelu: expected False with a gated layer, got True")
-    check_same_dtype(x=hidden, weight=layer.weight, out=out)
+    check_same_dtype(x=hidden, out=out)
+    if isinstance(weight, torch.Tensor):
+        check_same_dtype(x=hidden, weight=weight)
     if residual is not None:
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
         check_same_dtype(x=hidden, residual=residual)
@@ -162,9 +175,10 @@ def _compute(
         from rose_backend.kernels.linear.small_batch_linear import small_batch_linear as launch
 
         return out, launch(x, layer, gelu=gelu, residual=residual, out=out, next_norm=next_norm)
-    result = F.linear(normed_of(x), layer.weight.float(), None if layer.bias is None else layer.bias.float())
+    wide = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+    result = F.linear(normed_of(x), wide, None if layer.bias is None else layer.bias.float())
     if layer.is_gated:
-        gate, factor = result.unflatten(1, (-1, 2)).unbind(2)
+        gate, factor = result.unflatten(1, (-1, 2)).unbind(2) if layer.alternates else result.chunk(2, 1)
         result = F.silu(gate) * factor
     if gelu:
         result = F.gelu(result, approximate="tanh")
@@ -172,6 +186,31 @@ def _compute(
         result = result + residual.float()
     out.copy_(result)
     return out, None if next_norm is None else norm_input_of(out, next_norm)
+
+
+def float8_linear(
+    x: torch.Tensor,  # [T, E]
+    weight: Float8Weight,  # [O, E]
+    bias: torch.Tensor | None = None,  # [O]
+) -> torch.Tensor:
+    """Return ``x @ W.T + b``, [T, O], of any number of rows, where the weight is rounded to the type of ``x``.
+
+    Args:
+        x: innermost stride 1.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    weight.check()
+    check_tensors(x=(x, "T E"), values=(weight.values, "O E"))
+    if bias is not None:
+        check_tensors(values=(weight.values, "O E"), bias=(bias, "O"))
+        check_same_dtype(x=x, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.linear.float8 import float8_linear as launch
+
+        return launch(x, weight, bias)
+    return F.linear(x, weight.dequantized(x.dtype), bias)
 
 
 _MAX_SLICES = 3

@@ -15,6 +15,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 
       norm(h) @ W.T + b = (h @ W.T - mean(h) * sum(W, 1)) / std(h) + b
 - Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
+- Weights in 8 bits become the type of ``x`` in registers, which is exact. Scales of rows multiply the products; with
+  scales of blocks a tile is not deeper than a block, and its products are multiplied before they are added up.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -30,19 +32,41 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import NormInput, PackedLinear, PackedNorm, empty_rows
+from rose_backend.kernels.arguments import (
+    SCALED_BLOCK,
+    Float8Weight,
+    NormInput,
+    PackedLinear,
+    PackedNorm,
+    empty_rows,
+)
 from rose_backend.kernels.gpu_properties import (
     can_use_tma,
     current_workspace,
     gpu_properties,
     has_dependent_launch,
 )
+from rose_backend.kernels.linear.float8 import from_float8
 from rose_backend.kernels.tuning.choices import (
     LINEAR_PREFETCH,
     MAX_SPLIT_FLOATS,
     LinearConfig,
+    choose_float8_config,
     choose_linear_config,
 )
+
+_SCALED_BLOCK = tl.constexpr(SCALED_BLOCK)
+
+
+class WeightFormat(NamedTuple):
+    """How a weight is stored, as the kernel is compiled for it."""
+
+    SCALE_ROWS: int = 0
+    """Rows of a scale: 0 without scales, 1, or ``SCALED_BLOCK`` with blocks of as many columns."""
+    HALVES: bool = False
+    """Of a gated layer the gate's rows come first; otherwise rows of gate and factor alternate."""
+    BY_ASSEMBLER: bool = False
+    """See ``from_float8``."""
 
 
 @triton.jit
@@ -169,8 +193,16 @@ def load_norm_weight(after, columns, in_columns):
 
 
 @triton.jit
-def _times_norm(hidden, norm_weight):
-    return (hidden.to(tl.float32) * norm_weight[None, :]).to(hidden.dtype)
+def _leave_to_norm(
+    result, norm_weight, after, rows, in_rows, columns, inside, tile, width, OUT_PARTS: tl.constexpr
+):
+    """Write what the norm after a product reads, if there is one; see ``NormAfter``."""
+    if OUT_PARTS > 0:
+        store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
+    if after.weight is not None:
+        scaled = (result.to(tl.float32) * norm_weight[None, :]).to(result.dtype)
+        scaled_ptrs = after.scaled + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(scaled_ptrs, scaled, mask=inside)
 
 
 @triton.jit
@@ -196,11 +228,29 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def _prefetch_to_l2(pointers):
-    # One request per 128-byte line; the asm's result only gives the operation a value to hang on.
+def _ask_ahead(weight_ptr, rows, num_rows, begin, K: tl.constexpr, PREFETCH: tl.constexpr):
+    """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight."""
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
+    known = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    # One request per line; the asm's result only gives the operation a value to hang on.
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + known[:, None] * K + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
+
+
+@triton.jit
+def _stored_rows(columns, num_columns, FORMAT: tl.constexpr):
+    """Return the rows of the weight that columns of the product have."""
+    rows = columns
+    if FORMAT.HALVES:
+        rows = columns % 2 * (num_columns // 2) + columns // 2
+    return rows
 
 
 @triton.jit
@@ -211,15 +261,58 @@ def _gelu_tanh(x):
 
 
 @triton.jit
+def _add_stored_tile(
+    x,
+    weight,
+    acc,
+    scale_ptr,
+    rows,  # of the weight
+    in_rows,
+    start,
+    FORMAT: tl.constexpr,  # WeightFormat
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARP_SPLIT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Return ``acc`` and a tile's products, of a weight as it is stored; scales of rows are left to ``_finish``."""
+    if FORMAT.SCALE_ROWS > 0:
+        weight = from_float8(weight, x.dtype, FORMAT.BY_ASSEMBLER)
+    if FORMAT.SCALE_ROWS > 1:
+        ACROSS: tl.constexpr = (K + _SCALED_BLOCK - 1) // _SCALED_BLOCK
+        first = rows // FORMAT.SCALE_ROWS * ACROSS
+        if not USE_DOT:
+            blocks = (start + tl.arange(0, BLOCK_K)) // _SCALED_BLOCK
+            mask = in_rows[:, None] & (blocks < ACROSS)[None, :]
+            scales = tl.load(scale_ptr + first[:, None] + blocks[None, :], mask=mask, other=0.0)
+            acc = add_tile(x, weight.to(tl.float32) * scales, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        else:
+            if WARP_SPLIT > 1:
+                blocks = (start + tl.arange(0, WARP_SPLIT) * (BLOCK_K // WARP_SPLIT)) // _SCALED_BLOCK
+                mask = in_rows[None, :] & (blocks < ACROSS)[:, None]
+                scales = tl.load(scale_ptr + first[None, :] + blocks[:, None], mask=mask, other=0.0)
+            else:
+                scales = tl.load(scale_ptr + first + start // _SCALED_BLOCK, mask=in_rows, other=0.0)
+            scales = tl.expand_dims(scales, -1 if WEIGHTS_LEFT else -2)
+            acc += scales * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
+    else:
+        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+    return acc
+
+
+@triton.jit
 def _multiply(
     x,  # where one tile covers the depth, as are weights
     weight,
     descriptors,  # of x and weight, with TMA
-    pointers,  # of x and weight
+    pointers,  # of x, weight and its scales
     x_rows,  # rows, which of them there are, their tile
-    weight_rows,  # columns of the result, likewise
+    weight_rows,  # of the result's columns, likewise
     x_stride,
     begin,
+    FORMAT: tl.constexpr,  # WeightFormat
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -243,7 +336,10 @@ def _multiply(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     if DEPTH == BLOCK_K:
-        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        acc = _add_stored_tile(
+            x, weight, acc, pointers[2], columns, in_columns, begin, FORMAT,
+            K, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, EXACT,
+        )  # fmt: skip
     else:
         for start in range(begin, begin + DEPTH, BLOCK_K):
             if TMA:
@@ -252,7 +348,10 @@ def _multiply(
             else:
                 x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
                 weight_part = load_tile(pointers[1], columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
-            acc = add_tile(x_part, weight_part, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+            acc = _add_stored_tile(
+                x_part, weight_part, acc, pointers[2], columns, in_columns, start, FORMAT,
+                K, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, EXACT,
+            )  # fmt: skip
     if WARP_SPLIT > 1:
         acc = sum_warps(acc)
     elif not USE_DOT:
@@ -268,6 +367,7 @@ def _finish(
     moments,  # sums of x and of its squares, with NORM
     column_sum,  # with CENTRE
     bias,  # with BIAS
+    weight_scale,  # of the result's columns, or None
     scale,  # that x was divided by, or None
     residual,  # with RESIDUAL
     eps,
@@ -280,6 +380,8 @@ def _finish(
     RESIDUAL: tl.constexpr,
 ):
     """Return what becomes of a tile's products, in float32."""
+    if weight_scale is not None:
+        acc *= weight_scale[None, :]
     if NORM:
         row_squares = tl.sum(moments[1], 1)
         if CENTRE:
@@ -307,7 +409,8 @@ def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
     weight_desc,
     x_ptr,  # [T, E]
-    weight_ptr,  # [O, E]
+    weight_ptr,  # [O, E], of uint8 with scales
+    weight_scale_ptr,  # as ``Float8Weight.scales``; None without
     bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
@@ -324,6 +427,7 @@ def small_batch_linear_kernel(
     residual_stride,
     out_stride,
     eps,
+    FORMAT: tl.constexpr,  # WeightFormat
     K: tl.constexpr,  # E
     DEPTH: tl.constexpr,  # columns of x that a program takes: K / SPLIT_K, rounded up to BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -356,6 +460,7 @@ def small_batch_linear_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = rows < num_rows
     in_columns = columns < num_columns
+    weight_rows = _stored_rows(columns, num_columns, FORMAT)
     wide_rows = rows.to(tl.int64)
     OUT_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = num_columns // 2 if GATED else num_columns
@@ -366,20 +471,19 @@ def small_batch_linear_kernel(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
-    x_scale, next_weight = None, None
+    x_scale, next_weight, weight_scale = None, None, None
     # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
         weight = weight_desc.load([tile * BLOCK_N, begin])
     elif WHOLE:
-        weight = load_tile(weight_ptr, columns, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
+        weight = load_tile(weight_ptr, weight_rows, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
     elif PREFETCH > 0:
-        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
-        known = tl.minimum(columns, num_columns - 1).to(tl.int64)
-        _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, K, PREFETCH)
     if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+        bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
+    if FORMAT.SCALE_ROWS == 1:
+        weight_scale = tl.load(weight_scale_ptr + weight_rows, mask=in_columns, other=0.0)
     if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
     if x_scale_ptr is not None:
@@ -402,23 +506,20 @@ def small_batch_linear_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     acc = _multiply(
-        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr), (rows, in_rows, row_tile),
-        (columns, in_columns, tile), x_stride, begin,
-        K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr, weight_scale_ptr), (rows, in_rows, row_tile),
+        (weight_rows, in_columns, tile), x_stride, begin,
+        FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
     )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
         answer = _finish(
-            acc, moments, column_sum, bias, x_scale, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL
+            acc, moments, column_sum, bias, weight_scale, x_scale, residual, eps,
+            K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
         )  # fmt: skip
         result = answer.to(out_ptr.dtype.element_ty)
-        if OUT_PARTS > 0:
-            store_moments(result, after.moments, rows, in_rows, tile, width, OUT_PARTS)
-        if after.weight is not None:
-            scaled = _times_norm(result, next_weight)
-            tl.store(after.scaled + wide_rows[:, None] * width + out_columns[None, :], scaled, mask=inside)
+        _leave_to_norm(result, next_weight, after, rows, in_rows, out_columns, inside, tile, width, OUT_PARTS)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
 
@@ -523,20 +624,20 @@ def small_batch_linear(
     """
     x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
-    weight, bias, column_sums = layer.weight, layer.bias, layer.column_sums
-    num_columns = weight.shape[0]
-    if config is None:
-        config = _choose_config(x, weight)
-    shape = _launch_shape(num_rows, num_columns, depth, x.element_size(), config)
+    weight, scales, form = _stored(layer)
+    bias, column_sums, num_columns = layer.bias, layer.column_sums, weight.shape[0]
+    config = _choose_config(x, weight, form) if config is None else _checked(config, form)
+    shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config)
     after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
         return after.result(next_norm, out)
     use_pdl = has_dependent_launch(x.device)
-    unused = weight if bias is None else bias
+    unused = x if bias is None else bias
     small_batch_linear_kernel[(shape.num_tiles * shape.num_row_tiles, config.split_k)](
         *(_describe(x, weight, config) if config.use_tma else (None, None)),
         x,
         weight,
+        scales,
         unused,
         unused if column_sums is None else column_sums,
         unused if x_moments is None else x_moments,
@@ -552,6 +653,7 @@ def small_batch_linear(
         0 if residual is None else residual.stride(0),
         out.stride(0),
         0.0 if norm is None else norm.eps,
+        FORMAT=form,
         K=depth,
         DEPTH=shape.depth,
         BIAS=bias is not None,
@@ -571,13 +673,40 @@ def small_batch_linear(
     return after.result(next_norm, out)
 
 
-def _choose_config(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
+def _stored(layer: PackedLinear) -> tuple[torch.Tensor, torch.Tensor | None, WeightFormat]:
+    """Return a layer's weight as the kernel reads it, its scales if it has some, and how it is stored."""
+    weight = layer.weight
+    if not isinstance(weight, Float8Weight):
+        return weight, None, WeightFormat()
+    scale_rows = SCALED_BLOCK if weight.has_blocks else 1
+    form = WeightFormat(
+        scale_rows, layer.is_gated and not layer.alternates, not triton.knobs.runtime.interpret
+    )
+    return weight.values.view(torch.uint8), weight.scales, form
+
+
+def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
+    """Return ``config`` if what is multiplied at once has one scale.
+
+    Raises:
+        ShapeError: the depth of a tile, or of a warp's share of it, does not divide that of a block.
+    """
+    at_once = config.block_k // config.warp_split
+    if form.SCALE_ROWS > 1 and config.use_dot and SCALED_BLOCK % at_once:
+        raise ShapeError(f"config: expected a depth that divides {SCALED_BLOCK} with blocks, got {at_once}")
+    return config
+
+
+def _choose_config(x: torch.Tensor, weight: torch.Tensor, form: WeightFormat) -> LinearConfig:
     """Return the measured choice."""
+    exact = x.dtype == torch.float32
+    if form.SCALE_ROWS and not exact:
+        return choose_float8_config(x.shape[0], weight.shape[0], x.shape[1])
     return choose_linear_config(
         x.shape[0],
         weight.shape[0],
         x.shape[1],
-        exact=x.dtype == torch.float32,
+        exact=exact,
         can_use_tma=can_use_tma(x, weight),
         has_tensor_memory=x.device.type != "cpu" and gpu_properties(x.device).has_tensor_memory,
     )

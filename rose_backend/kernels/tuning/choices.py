@@ -79,6 +79,12 @@ def choose_linear_config(
     return config
 
 
+@lru_cache(maxsize=4096)
+def choose_float8_config(num_rows: int, num_columns: int, depth: int) -> LinearConfig:
+    """Return the configuration of a product with a float8 weight, of half precision."""
+    return _FLOAT8_LINEAR.choose({"rows": num_rows, "columns": num_columns, "depth": depth})
+
+
 def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:
     """Return the depth, rounded up to a power of two: at least ``least``, at most ``most``."""
     return min(max(next_power_of_2(int(facts["depth"])), least), most)
@@ -118,6 +124,15 @@ _LINEAR = Table(
     ("rows", "columns", "depth", "exact", "tma"),
     rules={"depth": _depth, "whole": _whole, "parts": _parts, "fill": _fill},
     results={"programs": _num_programs, "scratch": _num_scratch_floats},
+)
+
+
+_FLOAT8_LINEAR = Table(
+    "float8 linear",
+    LinearConfig,
+    ("rows", "columns", "depth"),
+    rules={"fill": _fill},
+    results={},
 )
 
 

@@ -22,6 +22,7 @@ from rose_backend.vllm_plugin.options import (
     has_connector_in_layers,
     uses_rose_manager,
     why_adapters_need_vllms_steps,
+    why_ranks_do_not_replay_together,
 )
 
 NUM_LOGITS_PROCESSORS = 3
@@ -76,7 +77,6 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         "drafts": runner.speculative_config is not None or runner.use_aux_hidden_state_outputs,
         "pipeline parallelism": runner.use_pp,
         "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
-        "engines in step with others": runner.dp_size > 1,
         "microbatches": runner.ubatch_runner is not None,
         "pooling": runner.is_pooling_model,
         "a KV connector that works layer by layer": has_connector_in_layers(config),
@@ -94,6 +94,7 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
     }
     return (
         first_reason(reasons)
+        or why_ranks_do_not_replay_together(config)
         or _why_model_inputs_are_not_replayed(runner)
         or why_adapters_need_vllms_steps(config)
         or _why_sampler_is_not_replayed(sampler)

@@ -84,7 +84,10 @@ def _drop_steps(manager: Any) -> None:
 
 
 def _steps_of(runner: Any) -> StepGraphs | None:
-    """Return the runner's steps, captured again if something that graphs hold has moved; None if it has none."""
+    """Return the runner's steps, captured again if something that graphs hold has moved; None if it has none.
+
+    With data-parallel ranks that run steps together it has none from then on.
+    """
     manager = runner.cudagraph_manager
     steps: StepGraphs | None = getattr(manager, "rose_step_graphs", None)
     if steps is None or not manager.rose_graph_addresses.may_differ:
@@ -95,13 +98,24 @@ def _steps_of(runner: Any) -> StepGraphs | None:
     if stale == StaleGraphs.NONE:
         manager.rose_graph_addresses.may_differ = False
         return steps
+    names = ", ".join([*moved[:_MOST_NAMES], *["..."] * (len(moved) > _MOST_NAMES)])
+    torch.accelerator.synchronize()
+    if runner.dp_size > 1:
+        # While graphs are captured, experts wait for all data-parallel ranks, of which others may be in the middle of a
+        # step. vLLM's own graphs are as they would be without Rose.
+        logger.warning(
+            "Rose step graph: steps of this rank are vLLM's from now on, because %d tensors have moved: %s",
+            len(moved),
+            names,
+        )
+        _drop_steps(manager)
+        return None
     logger.warning(
         "Rose step graph: %s captured again, because %d tensors of this rank have moved: %s",
         "vLLM's graphs and Rose's are" if stale == StaleGraphs.ALL else "Rose's graphs are",
         len(moved),
-        ", ".join([*moved[:_MOST_NAMES], *["..."] * (len(moved) > _MOST_NAMES)]),
+        names,
     )
-    torch.accelerator.synchronize()
     # As at start-up.
     with torch.inference_mode(False), set_current_vllm_config(runner.vllm_config):
         if stale == StaleGraphs.ROSES:
@@ -124,15 +138,12 @@ def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         steps = _steps_of(self)
-        if (
-            steps is not None
-            and intermediate_tensors is None
-            and not args
-            and not kwargs
-            and steps.launch(scheduler_output)
-        ):
+        if steps is None or intermediate_tensors is not None or args or kwargs:
+            return original(self, scheduler_output, intermediate_tensors, *args, **kwargs)
+        if steps.launch(scheduler_output):
             return None
-        return original(self, scheduler_output, intermediate_tensors, *args, **kwargs)
+        with steps.votes.handed_on():
+            return original(self, scheduler_output, intermediate_tensors)
 
     return execute_model
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     has_prompts,
     why_step_is_not_replayed,
 )
+from rose_backend.vllm_plugin.step_graph.votes import StepVotes
 
 End = tuple[str, int]
 """``greedy``, ``drawn``, ``processed`` or ``mixed``; and the number of rows."""
@@ -73,11 +75,15 @@ class StepGraphs:
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
+
+    Attributes:
+        votes: of data-parallel ranks on what ``launch`` was asked to run last.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._manager = runner.cudagraph_manager
+        self.votes = StepVotes(runner)
         sampler = runner.sampler
         self._sampler = sampler
         self._prefill_lens = runner.req_states.prefill_len.np
@@ -184,10 +190,13 @@ class StepGraphs:
     def launch(self, output: SchedulerOutput) -> bool:
         """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
 
+        Data-parallel ranks may have voted on it then, see ``votes``.
+
         Raises:
             IntegrityError: nobody asked for the tokens of the step before.
         """
         self._check_nothing_is_pending()
+        self.votes.begin_step()
         run = self._run_mixed_layers if has_prompts(output) else self._run_layers
         batch = why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
         if isinstance(batch, str):
@@ -222,16 +231,19 @@ class StepGraphs:
     def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str | None:
         """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
 
-        If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step.
+        If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step, or another
+        data-parallel rank has some.
         """
         cached, batch = output.scheduled_cached_reqs, self._armed
         is_changed = any(getattr(output, name, None) for name in FIELDS_OF_CHANGED_BATCHES)
         is_changed = is_changed or self._adapters.have_moved()
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
+            if (desc := self._agree(batch.desc, len(batch.request_ids))) is None:
+                return None
             if output.new_block_ids_to_zero:
                 self._runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
             self._append_blocks(batch, cached)
-            return batch
+            return batch if desc is batch.desc else replace(batch, desc=desc)
         request_ids, adapters = list(cached.req_ids), self._adapters.of_step(output)
         desc = (self._adapted_desc_of if adapters else self._desc_of).get(len(request_ids))
         if desc is None:
@@ -244,15 +256,31 @@ class StepGraphs:
         reason = self._adapters.why_vllm_loads(adapters) or self._why_vllm_samples(slot_array)
         if reason is not None:
             return reason
+        if (agreed := self._agree(desc, len(request_ids))) is None:
+            return None
         self._update_requests(output)
         self._adapters.tell_rows(slots, [1] * len(slots))
-        rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        # Of any size: other data-parallel ranks may have more requests, from one step to the next.
+        rows = torch.full((len(self._slots),), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
-        self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
-        self._model_inputs.take_over(slot_array, desc.num_tokens)
+        self._slots.copy_(rows, non_blocking=True)
+        self._model_inputs.take_over(slot_array, len(rows))
         self._armed = self._batch_of(request_ids, desc, desc.num_tokens)
-        return self._armed
+        return replace(self._armed, desc=agreed)
+
+    def _agree(self, desc: Any, num_requests: int) -> Any | None:
+        """Return the decode graph on which data-parallel ranks agree; None if they agree on something else.
+
+        Args:
+            desc: of the graph that a rank without others replays.
+        """
+        if self._runner.dp_size == 1:
+            return desc
+        # No adapters: experts have none in replayed steps.
+        desc = self.votes.dispatch(num_requests, num_requests, 1, 0, 1)
+        is_of_decodes = desc.uniform_token_count == 1 and desc.num_tokens in self._sizes
+        return desc if is_of_decodes and desc in self._manager.graphs else None
 
     def _batch_of(
         self, request_ids: list[str], desc: Any, num_rows_of_end: int, step: MixedStep | None = None
@@ -295,7 +323,7 @@ class StepGraphs:
         runner.block_tables.apply_staged_writes()
 
     def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
-        """Run the layers of a step with prompts, and return its batch.
+        """Run the layers of a step with prompts, of this or another data-parallel rank, and return its batch.
 
         If the step is vLLM's, return why, having changed nothing.
         """
@@ -307,10 +335,10 @@ class StepGraphs:
         num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
         # As vLLM's: not told where a row computes part of a prompt.
         max_query_len = None if any(step.is_prompt) else step.counts[-1]
-        desc = self._manager.dispatch(len(step.counts), num_tokens, uniform, len(adapters), max_query_len)
         size = size_for(self._mixed_sizes, len(step.counts))
         if size is None:
             return "more requests than full graphs of decodes take"
+        desc = self.votes.dispatch(len(step.counts), num_tokens, uniform, len(adapters), max_query_len)
         if desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
             return "prompts without a full graph"
         self._armed = None
@@ -456,7 +484,7 @@ class StepGraphs:
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
             return
-        batch, hidden = state.input_batch, state.hidden_states
+        batch, hidden, sync = state.input_batch, state.hidden_states, state.dp_sync_state
         is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
         is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
         # Replayed, a prompt's last token alone ends like all steps with prompts.
@@ -464,7 +492,9 @@ class StepGraphs:
             is_replayed
             and is_decode
             and not batch.has_prefill
-            and len(hidden) == self._desc_of[batch.num_reqs].num_tokens
+            # Data-parallel ranks replay graphs of more tokens where others have more requests, or prompts.
+            and len(hidden) >= self._desc_of[batch.num_reqs].num_tokens
+            and (sync is None or sync.uniform_token_count == 1)
         ):
             self._padded_rows = batch.num_reqs
         elif self._mixed_sizes and batch.num_reqs <= self._mixed_sizes[-1]:

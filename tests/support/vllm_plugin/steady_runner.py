@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+from rose_backend.vllm_plugin.sampler import ReplayedSampling
 from tests.support.decode_steps import NUM_SLOTS
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE = 8, 64, 31, 4
@@ -108,11 +109,11 @@ class Manager:
         num_tokens: int,
         uniform_token_count: int | None,
         num_active_loras: int = 0,
-        *_: Any,
+        max_query_len: int | None = None,
     ) -> Desc:
         captured_loras = MAX_LORAS + 1 if num_active_loras else 0
-        if uniform_token_count == 1:
-            size = next(size for size in SIZES if size >= num_reqs)
+        if uniform_token_count == 1 and num_tokens <= SIZES[-1]:
+            size = next(size for size in SIZES if size >= num_tokens)
             return Desc(size, num_active_loras=captured_loras)
         size = next((size for size in MIXED_SIZES if size >= num_tokens), None)
         if size is None:
@@ -189,6 +190,7 @@ class Runner:
 
     def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
         self.device = torch.device("cpu")
+        self.dp_size, self.dp_rank, self.parallel_config = 1, 0, object()
         self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
         self.groups = groups
         self.block_tables = Tables([block_size for block_size, _, _ in groups])
@@ -476,6 +478,65 @@ class Runner:
             tables.input_block_tables[index][row, :count] = table[:count]
             block, offset = int(table[num_computed // block_size]), num_computed % block_size
             tables.slot_mappings[index, row] = block * block_size + offset
+
+
+class Processors:
+    """In the place of vLLM's: a slot's logits are moved on by as many tokens as ``shifts`` says."""
+
+    def __init__(self) -> None:
+        self.shifts = [0] * (MAX_REQS + 1)
+
+    def apply(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        assert len(logits) == len(slots) == len(positions) == len(ids)
+        real = slots[slots != MAX_REQS].tolist()
+        assert len(set(real)) == len(real), "rows of padding have the slot of a request"
+        for row, slot in enumerate(slots.tolist()):
+            logits[row] = logits[row].roll(self.shifts[slot])
+
+
+class Draws:
+    """In the place of ``DrawGraphs``: the largest logit, and three rows at a time."""
+
+    def __init__(self) -> None:
+        self.parameters = {"num_logprobs": torch.full((MAX_REQS + 1,), -1, dtype=torch.int32)}
+
+    def compute(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        process: Any,
+    ) -> None:
+        for start in range(0, len(logits), 3):
+            rows = slice(start, min(start + 3, len(logits)))
+            own = logits[rows].clone()
+            if process is not None:
+                process(own, rows)
+            tokens[rows] = own.argmax(-1)
+
+
+class SamplingRunner(Runner):
+    """With Rose's sampler: all that steps sample is replayed."""
+
+    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
+        super().__init__(groups)
+        self.processors, self.draws = Processors(), Draws()
+        replayed = object.__new__(ReplayedSampling)
+        replayed.graphs = self.draws  # type: ignore[assignment]
+        replayed.is_changed = np.zeros(MAX_REQS, bool)
+        replayed.whole_steps = lambda max_num_rows: self.processors  # type: ignore[method-assign, assignment, return-value]
+        self.replayed = self.sampler.sample = replayed
+        self.sampler.logprobs_mode = "raw_logprobs"
+
+    def process(self, slot: int, shift: int) -> None:
+        self.replayed.is_changed[slot], self.processors.shifts[slot] = bool(shift), shift
+
+    def report(self, slot: int, num_logprobs: int) -> None:
+        self.sampler.sampling_states.num_logprobs[slot] = num_logprobs
+        self.draws.parameters["num_logprobs"][slot] = num_logprobs
 
 
 POSITION_WEIGHTS = torch.tensor([3, 13, 17])

@@ -1,0 +1,139 @@
+"""Float8 weights on a GPU: numbers of 8 bits in registers, and products of many rows.
+
+A product of many rows takes as long as its multiplications. So the matrix is written in the type of ``x``, a part at a
+time that fits the L2 cache, and a library multiplies it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rose_backend.kernels.arguments import SCALED_BLOCK, Float8Weight
+from rose_backend.kernels.gpu_properties import current_workspace
+from rose_backend.kernels.tuning.measured import constants
+
+
+def _assembler(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
+    """Return what makes two registers of two wider numbers each of four e4m3 numbers in one.
+
+    Args:
+        kind: of the numbers that come out, ``bf16x2`` or ``f16x2``.
+        shift: of exponent and mantissa, from the top of 16 bits; ``mask`` is where they go.
+        factor: that makes up for the exponents' biases.
+    """
+    moves = "".join(
+        f" prmt.b32 {name}, $2, 0, {order}; and.b32 signs, {name}, 0x80008000; shr.u32 {name}, {name}, {shift};"
+        f" and.b32 {name}, {name}, {mask:#010x}; or.b32 {name}, {name}, signs;"
+        for name, order in (("low", "0x1404"), ("high", "0x3424"))
+    )
+    products = " ".join(
+        f"fma.rn.{kind} ${index}, {name}, factors, zeros;" for index, name in enumerate(("low", "high"))
+    )
+    return tl.constexpr(
+        f"{{ .reg .b32 low, high, signs, factors, zeros;{moves} mov.b32 factors, {factor:#010x};"
+        # Adding -0 changes nothing; a plain product needs compute capability 9.0.
+        f" mov.b32 zeros, 0x80008000; {products} }}"
+    )
+
+
+_TO_BFLOAT16 = _assembler("bf16x2", 4, 0x07F007F0, 0x7B807B80)
+_TO_FLOAT16 = _assembler("f16x2", 1, 0x3F803F80, 0x5C005C00)
+
+
+@triton.jit
+def from_float8(bits, DTYPE: tl.constexpr, BY_ASSEMBLER: tl.constexpr):
+    """Return e4m3 numbers, given as uint8, in ``DTYPE``, which is exact; the two NaN codes become 480 and -480.
+
+    Exponent and mantissa go to where they are in the wider type. The exponents' biases differ, so the number is too
+    small by a power of two, which it is multiplied by; that holds of subnormal numbers, too. ``BY_ASSEMBLER`` does so
+    with four numbers at once, on every GPU; not for Triton's interpreter, and not for float32.
+    """
+    if BY_ASSEMBLER and tl.bfloat16 == DTYPE:
+        numbers = tl.inline_asm_elementwise(
+            _TO_BFLOAT16, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    elif BY_ASSEMBLER and tl.float16 == DTYPE:
+        numbers = tl.inline_asm_elementwise(
+            _TO_FLOAT16, "=r,=r,r", [bits], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        wide = bits.to(tl.int32)
+        moved = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        numbers = (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2**120
+    return numbers
+
+
+_PART_BYTES = constants("float8 products")["bytes"]
+_ROWS, _COLUMNS = 8, 1024
+"""Of a program that writes a part in the type of ``x``."""
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _dequantize_kernel(
+    values_ptr,  # [O, E] uint8
+    scales_ptr,
+    out_ptr,  # [num_rows, E]  written
+    first_row,
+    num_rows,
+    K: tl.constexpr,  # E
+    SCALE_ROWS: tl.constexpr,  # as in WeightFormat
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program per tile of a part that begins with ``first_row``."""
+    out_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = first_row + out_rows
+    inside = (out_rows < num_rows)[:, None] & (columns < K)[None, :]
+    bits = tl.load(values_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
+    if SCALE_ROWS == 1:
+        scales = tl.load(scales_ptr + rows, mask=out_rows < num_rows, other=0.0)[:, None]
+    else:
+        ACROSS: tl.constexpr = (K + SCALE_ROWS - 1) // SCALE_ROWS
+        places = (rows // SCALE_ROWS * ACROSS)[:, None] + (columns // SCALE_ROWS)[None, :]
+        scales = tl.load(scales_ptr + places, mask=inside, other=0.0)
+    numbers = from_float8(bits, tl.float32, False) * scales
+    out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(out_ptrs, numbers.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def float8_linear(
+    x: torch.Tensor,  # [T, E]
+    weight: Float8Weight,  # [O, E]
+    bias: torch.Tensor | None,  # [O]
+) -> torch.Tensor:
+    """Launch kernels and products; arguments as checked by ``rose_backend.kernels.linear.ops``."""
+    num_rows, depth = weight.shape
+    out = x.new_empty((x.shape[0], num_rows))
+    scratch = _scratch(x)
+    rows_at_once = scratch.numel() // depth // _ROWS * _ROWS
+    for first in range(0, num_rows, rows_at_once):
+        count = min(rows_at_once, num_rows - first)
+        part = scratch[: count * depth].view(count, depth)
+        _dequantize_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(depth, _COLUMNS))](
+            weight.values.view(torch.uint8),
+            weight.scales,
+            part,
+            first,
+            count,
+            K=depth,
+            SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+        )
+        columns = slice(first, first + count)
+        if bias is None:
+            torch.mm(x, part.t(), out=out[:, columns])
+        else:
+            torch.addmm(bias[columns], x, part.t(), out=out[:, columns])
+    return out
+
+
+def _scratch(x: torch.Tensor) -> torch.Tensor:
+    def make() -> tuple[torch.Tensor, ...]:
+        return (torch.empty(_PART_BYTES // x.element_size(), dtype=x.dtype, device=x.device),)
+
+    (scratch,) = current_workspace().tensors("float8_linear", x.device, x.dtype, make)
+    return scratch

@@ -1,0 +1,266 @@
+"""Checkpoints in 8 bits: the same numbers as of a dense checkpoint, in every format; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.errors import ModelError
+from rose_backend.kernels import Float8Weight
+from rose_backend.layers.linear import Linear, Mlp
+from rose_backend.models.base import CausalLM, load_model
+from rose_backend.models.quantization import Quantization
+from tests.support.float8_checkpoints import FORMATS, quantize
+from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
+
+# Blocks that end inside the depth of a product, and inside the rows of one.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+KEPT = "model.layers.1.mlp.down_proj"
+
+
+def write_pair(path: Path, family: str, form: str) -> tuple[Path, Path]:
+    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
+    float8 = write_checkpoint(path / "float8", family, **SIZES)
+    dense = Path(shutil.copytree(float8, path / "dense"))
+    meant = quantize(float8, form, ignored=(KEPT,))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in meant.items()},
+        dense / "model.safetensors",
+        {"format": "pt"},
+    )
+    return float8, dense
+
+
+def linears_of(model: CausalLM) -> list[Linear]:
+    found = []
+    for layer in model.weights.layers:
+        assert isinstance(layer.mlp, Mlp)
+        found += [layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*(("qwen3", form) for form in FORMATS), ("llama-biases", FORMATS[0]), ("qwen2", FORMATS[2])],
+)
+def test_answers_are_those_of_the_dense_checkpoint(tmp_path: Path, family: str, form: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+    prompts = [[5, 9, 2], list(range(1, 60)), [VOCAB_SIZE - 1]]
+    answers = []
+    for path in write_pair(tmp_path, family, form):
+        with LLM(str(path), device="cpu", dtype="float32") as llm:
+            answers.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert [each.token_ids for each in answers[0]] == [each.token_ids for each in answers[1]]
+    assert [each.logprobs for each in answers[0]] == [each.logprobs for each in answers[1]]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_are_kept_as_they_are_stored(tmp_path: Path, form: str) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", form)
+    stored = load_file(path / "model.safetensors")
+    model = load_model(path)
+    linears = linears_of(model)
+    assert [isinstance(each.weight, Float8Weight) for each in linears] == [True] * 7 + [False]
+    qkv = linears[0].weight
+    assert isinstance(qkv, Float8Weight)
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    assert torch.equal(
+        qkv.values.view(torch.uint8), torch.cat([stored[name] for name in names]).view(torch.uint8)
+    )
+    assert qkv.has_blocks == ("block" in form) and qkv.scales.shape == (
+        (4, 2) if qkv.has_blocks else (512, 1)
+    )
+    model.pack_for_small_batches()
+    packed = linears_of(model)
+    for before, after in zip(linears[:7], packed[:7], strict=True):
+        assert after.packed is not None and after.packed.weight is after.weight is before.weight
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel"])
+def test_packed_layers_compute_the_same(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    float8, _ = write_pair(tmp_path, "qwen3", form)
+    answers = []
+    for packs in (False, True):
+        if packs:
+            monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda *_: True)
+        with LLM(str(float8), device="cpu", dtype="float32") as llm:
+            answers.append(
+                [each.outputs[0].token_ids for each in llm.generate([[5, 9, 2], [7] * 40], params)]
+            )
+    assert answers[0] == answers[1]
+
+
+def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", "fp8 blocks")
+    with_weights = load_model(path, device="meta", dtype="float32")
+    (path / "model.safetensors").unlink()
+    without = load_model(path, device="meta", dtype="float32")
+    for model in (with_weights, without):
+        assert [isinstance(each.weight, Float8Weight) for each in linears_of(model)] == [True] * 7 + [False]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("model.layers.1.mlp", "model.layers.1.mlp.down_proj", True),
+        ("model.layers.1", "model.layers.11.mlp.down_proj", False),
+        ("re:.*down_proj$", "model.layers.1.mlp.down_proj", True),
+        ("re:.*down$", "model.layers.1.mlp.down_proj", False),
+        ("model.layers.0*", "model.layers.0.mlp.down_proj", True),
+        ("down_proj", "model.layers.1.mlp.down_proj", True),
+    ],
+)
+def test_modules_that_are_ignored(pattern: str, module: str, expected: bool) -> None:
+    assert Quantization("rows", "weight_scale", (pattern,)).ignores(module) is expected
+
+
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+}
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    weights = {**COMPRESSED["config_groups"]["group_0"]["weights"], **changes}
+    return {**COMPRESSED, "config_groups": {"group_0": {"weights": weights}}}
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (
+        {"bits": 4},
+        "quantization_config.quant_method=None is not supported, allowed are fp8, compressed-tensors, ",
+    ),
+    (
+        {"quant_method": "awq"},
+        "quant_method='awq' is not supported, allowed are fp8, compressed-tensors, modelopt",
+    ),
+    ("fp8", "quantization_config must be an object, got 'fp8'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported, allowed are e4m3, null"),
+    (
+        {"quant_method": "fp8", "weight_block_size": [64, 128]},
+        "weight_block_size=[64, 128] is not supported, allowed are [128, 128]",
+    ),
+    (
+        {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
+        "modules_to_not_convert must be a list of names, got 'lm_head'",
+    ),
+    (
+        {**COMPRESSED, "format": "pack-quantized"},
+        "format='pack-quantized' is not supported, allowed are float-quan",
+    ),
+    ({**COMPRESSED, "config_groups": {}}, "config_groups must have one group, got {}"),
+    ({**COMPRESSED, "config_groups": {"a": 5}}, "config_groups.a.weights must be an object, got None"),
+    ({**COMPRESSED, "transform_config": {"a": 1}}, "transform_config is not supported"),
+    (with_weights(num_bits=4), "config_groups.group_0.weights.num_bits=4 is not supported, allowed are 8"),
+    (with_weights(type="int"), "weights.type='int' is not supported, allowed are float"),
+    (with_weights(symmetric=False), "weights.symmetric=False is not supported"),
+    (
+        with_weights(strategy="group"),
+        "weights.strategy='group' is not supported, allowed are channel, tensor, block",
+    ),
+    (with_weights(strategy="block"), "weights.block_structure=None is not supported, allowed are [128, 128]"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "quant_algo='NVFP4' is not supported, allowed are FP8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama")
+    change_json(path / "config.json", quantization_config=config)
+    # Before weights are looked at.
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError) as refused:
+        load_model(path)
+    assert message in str(refused.value)
+
+
+def change_tensors(path: Path, **changes: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name])
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            lambda tensor: tensor.bfloat16(),
+            "q_proj, layers.0.self_attn.k_proj, layers.0.self_attn.v_proj are computed together: all must be quantized",
+        ),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            lambda tensor: torch.full_like(tensor.view(torch.uint8), 0x7F).view(tensor.dtype),
+            "layers.1.mlp.gate_proj, layers.1.mlp.up_proj has weights or scales that are not numbers",
+        ),
+        (
+            "model.layers.0.mlp.down_proj.weight_scale",
+            lambda tensor: tensor * float("inf"),
+            "layers.0.mlp.down_proj has weights or scales that are not numbers",
+        ),
+        (
+            "model.layers.0.mlp.down_proj.weight_scale",
+            lambda tensor: tensor[:-1],
+            "'model.layers.0.mlp.down_proj.weight_scale' has shape [191, 1], expected [192, 1]",
+        ),
+        (
+            "model.embed_tokens.weight",
+            lambda tensor: tensor.to(torch.float8_e4m3fn),
+            "'model.embed_tokens.weight' is stored as F8_E4M3, which only linear layers",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, name: str, change: Any, message: str) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", "compressed-tensors channel")
+    change_tensors(path, **{name: change})
+    with pytest.raises(ModelError) as refused:
+        load_model(path, dtype="float32")
+    assert message in str(refused.value)
+
+
+def test_blocks_of_two_matrices_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama")  # 64 query rows before 32 of keys
+    quantize(path, "fp8 blocks")
+    with pytest.raises(
+        ModelError, match=r"have \[64, 32, 32\] rows, and all but the last must have a multiple of 128"
+    ):
+        load_model(path)
+
+
+def test_experts_in_8_bits_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "qwen3-moe")
+    quantize(path, "compressed-tensors channel")
+    with pytest.raises(
+        ModelError, match=r"experts\.0\.gate_proj\.weight' is stored as F8_E4M3, which only linear layers"
+    ):
+        load_model(path)
+
+
+def test_other_types_without_scales_are_converted_as_before(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama")
+    change_tensors(
+        path, **{"model.layers.0.mlp.down_proj.weight": lambda tensor: tensor.to(torch.float8_e4m3fn)}
+    )
+    weight = linears_of(load_model(path))[3].weight
+    assert isinstance(weight, torch.Tensor) and weight.dtype is torch.float32
+    assert json.loads((path / "config.json").read_text()).get("quantization_config") is None

@@ -1,0 +1,108 @@
+"""Checkpoints whose linear layers are in 8 bits, in each format, and the dense checkpoints that are equal to them.
+
+Scales and numbers are made by formulas, not by what reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+FORMATS = ("fp8 blocks", "fp8", "compressed-tensors channel", "compressed-tensors block", "modelopt")
+BLOCK = 128
+LARGEST = 448.0
+"""That e4m3 has."""
+
+
+def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Quantize the linear layers of a dense checkpoint in one file, and return its tensors as they were meant.
+
+    Args:
+        form: one of ``FORMATS``.
+        ignored: names of modules that stay as they are, beside the head.
+
+    Returns:
+        All tensors of the checkpoint by name, those that were quantized in float32: numbers times scales.
+    """
+    path, stored, meant = folder / "model.safetensors", {}, {}
+    for name, tensor in load_file(path).items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj") or module in ignored or not name.endswith(".weight"):
+            stored[name] = meant[name] = tensor
+            continue
+        scales = scales_of(tensor.float(), form)
+        spread = spread_out(scales, tensor.shape)
+        stored[name] = (tensor.float() / spread).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        meant[name] = stored[name].float() * spread
+        stored[f"{module}.{'weight_scale_inv' if form == 'fp8 blocks' else 'weight_scale'}"] = scales
+        if form in ("fp8", "modelopt"):
+            stored[f"{module}.input_scale"] = torch.tensor(0.5)
+    save_file(stored, path, {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    described = describe(form, ["lm_head", *ignored])
+    if form == "modelopt":
+        (folder / "hf_quant_config.json").write_text(json.dumps(described))
+    else:
+        fields["quantization_config"] = described
+    (folder / "config.json").write_text(json.dumps(fields))
+    return meant
+
+
+def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """Return the scales of a matrix, as they are stored: its largest numbers become e4m3's largest."""
+    if form in ("fp8", "modelopt"):
+        return weight.abs().amax() / LARGEST
+    if form == "compressed-tensors channel":
+        return weight.abs().amax(1, keepdim=True) / LARGEST
+    padded = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scales = blocks.abs().amax((1, 3)) / LARGEST
+    # Qwen's are in bfloat16.
+    return scales.bfloat16() if form == "fp8 blocks" else scales
+
+
+def spread_out(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the scale of each number, float32."""
+    scales = scales.float()
+    if scales.ndim == 0 or (scales.shape[1] == 1 and shape[1] > BLOCK):
+        return scales.expand(shape)
+    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def describe(form: str, ignored: list[str]) -> dict[str, Any]:
+    """Return what config.json says, or, of ModelOpt, a file of its own."""
+    if form == "modelopt":
+        return {
+            "producer": {"name": "modelopt", "version": "0.37.0"},
+            "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ignored},
+        }
+    if form.startswith("fp8"):
+        blocks = {"weight_block_size": [BLOCK, BLOCK]} if form == "fp8 blocks" else {}
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic" if blocks else "static",
+            "modules_to_not_convert": ignored,
+            **blocks,
+        }
+    strategy = form.split()[1]
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    if strategy == "block":
+        weights["block_structure"] = [BLOCK, BLOCK]
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
