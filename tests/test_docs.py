@@ -245,6 +245,13 @@ def check_curl(words: list[str]) -> None:
             assert json.loads(value).keys() <= model.model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
 
 
+def check_pytest(words: list[str]) -> None:
+    """Check the suites' options, pytest's own apart."""
+    options = {word for word in words if re.match(r"--(attention|own|block|conformance)-", word)}
+    plugin = (ROOT / "rose_backend" / "conformance" / "plugin.py").read_text()
+    assert [option for option in options if f'"{option}"' not in plugin] == []
+
+
 def check_command(words: list[str]) -> None:
     variables = {}
     while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in WRAPPERS):
@@ -265,6 +272,8 @@ def check_command(words: list[str]) -> None:
         check_vllm(rest)
     elif program == "curl":
         check_curl(rest)
+    elif program == "pytest":
+        check_pytest(rest)
     elif program in ("python", "python3") and rest[:1] == ["-m"]:
         check_module(rest[1:])
     else:
@@ -313,6 +322,7 @@ def test_commands_in_sentences_have_options_that_exist(page: Path) -> None:
         "vllm serve MODEL --additional-config.rose.fused_mpl false",
         """vllm serve MODEL --additional-config '{"rose": {"fused_mpl": false}}'""",
         "python -m benchmarks.report --chek",
+        "pytest --pyargs rose_backend.conformance --attention-backends CPU_ATTN",
         "python -m benchmarks.no_such_thing",
         "nice .venv/bin/python -m tests.no_such_thing | tail",
         """curl http://127.0.0.1/v1/completions -d '{"promt": "x"}'""",

@@ -32,6 +32,7 @@ ALLOWED = {
     "server": ENGINE_CORE | {"engine"},
     "vllm_plugin": CORE | {"compile_ahead"},
     "block_view": frozenset({"errors", "config", "block_manager"}),
+    "conformance": frozenset({"vllm_plugin"}),
     "cli": EVERYTHING | {"block_view"},
     "__init__": EVERYTHING - {"server"},
 }
@@ -46,7 +47,8 @@ THIRD_PARTY = {
     "scheduling": frozenset({"numpy", "torch"}),
     "block_view": frozenset({"numpy", "rich", "prometheus_client"}),
 }
-ONLY_IN_PLUGIN = "vllm"
+# Third-party module -> the only rooms that may import it.
+ONLY_IN = {"vllm": ("vllm_plugin", "conformance"), "pytest": ("conformance",)}
 HEAVY_MODULES = (
     *("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi"),
     "rose_backend.compile_ahead",
@@ -153,8 +155,8 @@ def judge(room: str, imported: ImportedModule) -> str:
         return ""
     if first in sys.stdlib_module_names:
         return ""
-    if first == ONLY_IN_PLUGIN and room != "vllm_plugin":
-        return "only vllm_plugin knows vllm"
+    if room not in ONLY_IN.get(first, (room,)):
+        return f"only {' and '.join(ONLY_IN[first])} may import {first}"
     if room in THIRD_PARTY and first not in THIRD_PARTY[room]:
         return f"third-party modules allowed are {', '.join(sorted(THIRD_PARTY[room])) or 'none'}"
     return ""
@@ -194,6 +196,9 @@ def test_imports_go_one_way() -> None:
         ("server/app.py", "from rose_backend.cli.options import engine_options"),
         ("server/app.py", "from rose_backend.vllm_plugin import options"),
         ("__init__.py", "from rose_backend.engine.llm import LLM"),
+        ("engine/core.py", "import pytest"),
+        ("vllm_plugin/options.py", "from rose_backend.conformance import report"),
+        ("conformance/report.py", "from rose_backend.engine.llm import LLM"),
         ("utils.py", ""),
     ],
 )
@@ -221,6 +226,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str) -> None
             "vllm_plugin/scheduler/scheduler.py",
             "import vllm\nfrom rose_backend.block_manager import BlockManager",
         ),
+        ("conformance/conftest.py", "import pytest, vllm\nfrom rose_backend.vllm_plugin import register"),
         ("cli/blocks.py", "import torch\nfrom rose_backend.engine.llm import LLM"),
         ("cli/serve.py", "def run():\n    from rose_backend.server import serve"),
         ("server/app.py", "import fastapi\nfrom rose_backend.engine.async_engine import AsyncEngine"),
@@ -332,6 +338,7 @@ def test_there_is_no_import_circle(by_room: bool) -> None:
         "import rose_backend.cli",
         "import rose_backend.block_view.page, rose_backend.block_view.terminal, rose_backend.block_view.monitor",
         "import rose_backend.vllm_plugin",
+        "import rose_backend.conformance.plugin",
     ],
 )
 def test_light_modules_import_nothing_heavy(statement: str, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_entry_points_are_installed() -> None:
     assert found == {
         ("console_scripts", "rose", "rose_backend.cli:main"),
         ("vllm.general_plugins", "rose_backend", "rose_backend.vllm_plugin:register"),
+        ("pytest11", "rose_backend.conformance.plugin", "rose_backend.conformance.plugin"),
     }
 
 
@@ -70,6 +71,7 @@ def test_extras_are_installed() -> None:
         "vllm",
         "flashinfer",
         "serve",
+        "conformance",
         "bench",
         "dev",
     }

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import AdapterRows, Adapters, adapter_rows, add_adapters, norm_input_of, pack_norm
 from rose_backend.kernels.linear import adapters as gpu
 from tests.support.aot import compile_launch, compiles, record_launches
-from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import GPU, REFERENCE, Implementation, each_dtype, kernels_only
 
 HALF = torch.float16

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
     Float8Weight,
@@ -27,7 +28,6 @@ from rose_backend.kernels import (
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
 from tests.support.linear_cases import (
     EPS,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
     PackedNorm,
@@ -23,7 +24,6 @@ from rose_backend.kernels import (
     rms_norm,
     silu_mul,
 )
-from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import DTYPES, GPU, Implementation, each_dtype, kernels_only
 from tests.support.moments import check_left
 

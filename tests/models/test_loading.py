@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.layers.linear import SparseMlp
@@ -20,7 +21,6 @@ from rose_backend.models import config
 from rose_backend.models.base import load_model
 from rose_backend.models.config import choose_dtype
 from rose_backend.models.weights import resolve_model_path
-from tests.support.error_budget import assert_within_budget
 from tests.support.llama_checkpoints import (
     CASES,
     NUM_EXPERTS,

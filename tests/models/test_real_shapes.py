@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
-from tests.support.error_budget import assert_within_budget
 
 BLOCK_SIZE = 16
 LLAMA3_ROPE = {

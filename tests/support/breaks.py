@@ -45,17 +45,17 @@ WAVES = (3, 5, 8)
 
 # Folders and files with the tests of a room, the narrowest first.
 TESTS = {
-    "block_manager": ("block_manager", "conformance/block_manager", "engine", "vllm_plugin"),
+    "block_manager": ("block_manager", "../rose_backend/conformance/block_manager", "engine", "vllm_plugin"),
     "block_view": ("block_view", "test_cli.py"),
     "cli": ("test_cli.py", "engine", "server", "test_docs.py", "block_view"),
     "compile_ahead": ("compile_ahead", "kernels", "engine", "vllm_plugin"),
     "engine": ("engine", "server", "models"),
-    "kernels": ("kernels", "conformance/attention", "engine", "models"),
+    "kernels": ("kernels", "../rose_backend/conformance/attention", "engine", "models"),
     "layers": ("kernels", "models", "engine", "vllm_plugin"),
     "models": ("models", "engine"),
     "scheduling": ("block_manager", "engine", "vllm_plugin"),
     "server": ("server", "engine"),
-    "vllm_plugin": ("vllm_plugin", "conformance"),
+    "vllm_plugin": ("vllm_plugin", "../rose_backend/conformance"),
 }
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {

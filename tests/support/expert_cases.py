@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.kernels import Experts, NormInput, PackedNorm, norm_input_of, pack_norm
-from tests.support.error_budget import assert_within_budget
 from tests.support.moments import check_left
 
 EPS = 1e-5

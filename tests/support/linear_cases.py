@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.kernels import (
     Float8Weight,
     NormInput,
@@ -18,7 +19,6 @@ from rose_backend.kernels import (
     pack_linear,
     pack_norm,
 )
-from tests.support.error_budget import assert_within_budget
 from tests.support.moments import left_to
 
 EPS = 1e-5

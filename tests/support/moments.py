@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.kernels import NormInput, PackedLinear, PackedNorm, norm_input_of, small_batch_linear
 from rose_backend.layers import linear
-from tests.support.error_budget import assert_within_budget
 
 
 def moments_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:

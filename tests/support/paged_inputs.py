@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, PagedKV
 from rose_backend.kernels.arguments import CACHE_DTYPE
 from rose_backend.kernels.kv.ops import to_cache
-from tests.support.error_budget import assert_within_budget
 
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack", "heads_first")
 FLOAT8 = {"cache_dtype": CACHE_DTYPE, "key_scale": 0.7, "value_scale": 1.3}

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.kernels import HeadRotation
-from tests.support.error_budget import assert_within_budget
 
 EPS = 1e-5
 TABLE_ROWS = 300

@@ -10,9 +10,10 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
+from rose_backend.conformance.block_manager.pretended_model import items_of
 from rose_backend.errors import IntegrityError
 from tests.support.vllm_plugin.configs import EVENTS, MakeConfig
-from tests.support.vllm_plugin.simulation import Simulation, items_of, make_request, make_simulation
+from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
 from tests.support.vllm_plugin.traffic import Traffic, make_hasher
 
 BLOCK_SIZE = 16

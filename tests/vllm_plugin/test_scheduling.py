@@ -15,11 +15,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from rose_backend import scheduling as in_flight_prefixes
+from rose_backend.conformance.block_manager.pretended_model import VOCAB_SIZE, expected_output
 from rose_backend.scheduling import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.support.vllm_plugin import managers
 from tests.support.vllm_plugin.configs import MakeConfig, n_grams, rose
-from tests.support.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, expected_output
+from tests.support.vllm_plugin.fake_worker import STATE
 from tests.support.vllm_plugin.managers import begin, state_of
 from tests.support.vllm_plugin.simulation import MAX_MODEL_LEN, Simulation, make_request, make_simulation
 from tests.support.vllm_plugin.traffic import Traffic, make_hasher

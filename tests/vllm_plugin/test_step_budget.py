@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rose_backend.conformance.block_manager.pretended_model import expected_output
 from tests.support.vllm_plugin.configs import MakeConfig, rose
-from tests.support.vllm_plugin.fake_worker import expected_output
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
 from tests.support.vllm_plugin.traffic import Traffic, make_hasher
 

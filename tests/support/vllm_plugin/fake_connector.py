@@ -22,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.vllm_plugin.fake_worker import FakeWorker, chain, with_contents
+from rose_backend.conformance.block_manager.pretended_model import chain, with_contents
+from tests.support.vllm_plugin.fake_worker import FakeWorker
 
 WRONG = -9
 """What a failed load leaves behind."""

@@ -10,9 +10,10 @@ import numpy as np
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from rose_backend.conformance.block_manager.pretended_model import VOCAB_SIZE, expected_output
 from tests.support.vllm_plugin.configs import MakeConfig, connector, rose
 from tests.support.vllm_plugin.fake_connector import WRONG
-from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, FakeWorker, expected_output
+from tests.support.vllm_plugin.fake_worker import FakeWorker
 from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
 from tests.support.vllm_plugin.traffic import make_hasher
 

@@ -17,42 +17,15 @@ from typing import Any
 
 import numpy as np
 
-VOCAB_SIZE = 97
+from rose_backend.conformance.block_manager.pretended_model import (
+    VOCAB_SIZE,
+    chain,
+    next_token,
+    with_contents,
+)
+
 STATE = -1
 """In place of a window: the group's layers keep a state, see ``FakeWorker``."""
-_MODULUS = (1 << 61) - 1
-
-
-def chain(state: int, token: int) -> int:
-    """Return the content of the next position."""
-    return (state * 1_000_003 + token * 7919 + 12345) % _MODULUS
-
-
-def next_token(state: int) -> int:
-    """Return what the pretended model generates greedily."""
-    return state % VOCAB_SIZE
-
-
-def with_contents(tokens: list[int], features: list[Any]) -> list[int]:
-    """Return tokens with what a model reads in place of the placeholders: a number for each position of each item."""
-    contents = list(tokens)
-    for feature in features:
-        first, length = feature.mm_position.offset, feature.mm_position.length
-        content = 1000 * int(feature.identifier)
-        contents[first : first + length] = range(content, content + length)
-    return contents
-
-
-def expected_output(prompt: list[int], num_tokens: int) -> list[int]:
-    """Generate without any cache, from a prompt ``with_contents``."""
-    state = 0
-    for token in prompt:
-        state = chain(state, token)
-    output = []
-    for _ in range(num_tokens):
-        output.append(next_token(state))
-        state = chain(state, output[-1])
-    return output
 
 
 def drafter_entry(state: int, following_token: int) -> int:

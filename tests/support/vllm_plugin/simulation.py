@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import (
@@ -27,14 +25,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
 from tests.support.vllm_plugin.configs import MakeConfig
-from tests.support.vllm_plugin.fake_worker import (
-    STATE,
-    FakeWorker,
-)
+from tests.support.vllm_plugin.fake_worker import STATE, FakeWorker
 
 MAX_MODEL_LEN = 160
-ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
-"""First position and length of the multimodal items in a prompt that is long enough."""
 
 
 @dataclass
@@ -218,18 +211,3 @@ def make_request(
         cache_salt=salt,
         **options,
     )
-
-
-def items_of(prompt: list[int], choice: int) -> list[MultiModalFeatureSpec]:
-    """Return the multimodal items of a prompt: at each of ``ITEM_PLACES`` one of two, as the bits of ``choice`` say.
-
-    As with vLLM's own names of items, equal names have equal placeholder tokens.
-    """
-    items = []
-    for index, (first, length) in enumerate(ITEM_PLACES):
-        if first + length <= len(prompt):
-            tokens = zlib.crc32(repr(prompt[first : first + length]).encode())
-            name = str(2 * (tokens + index) + (choice >> index & 1))
-            place = PlaceholderRange(first, length)
-            items.append(MultiModalFeatureSpec(MultiModalKwargsItem({}), "image", name, place))
-    return items

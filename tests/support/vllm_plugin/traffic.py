@@ -13,8 +13,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output, with_contents
-from tests.support.vllm_plugin.simulation import ITEM_PLACES, items_of
+from rose_backend.conformance.block_manager.pretended_model import (
+    ITEM_PLACES,
+    VOCAB_SIZE,
+    expected_output,
+    items_of,
+    with_contents,
+)
 
 KINDS = ("logprobs", "grammar", "stop", "eos", "repetition", "trace", "session", "other client")
 """Of requests that are not plain ones; a session is several in a row."""

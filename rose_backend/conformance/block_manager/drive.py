@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.request import Request
 
-from tests.conformance.block_manager.host import Host
-from tests.support.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output, with_contents
-from tests.support.vllm_plugin.simulation import items_of
+from rose_backend.conformance.block_manager.host import Host
+from rose_backend.conformance.block_manager.pretended_model import (
+    VOCAB_SIZE,
+    expected_output,
+    items_of,
+    with_contents,
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conformance.attention.batch import Row, parse_batch
+from rose_backend.conformance.attention.batch import Row, parse_batch
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Where Rose's manager answers otherwise than vLLM's, on purpose: one entry each, measured on both sides by a test.
-
-``python -m tests.conformance.block_manager`` prints the table.
-"""
+"""Where Rose's manager answers otherwise than vLLM's, on purpose: one entry each, measured on both sides by a scene."""
 
 from __future__ import annotations
 
@@ -9,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conformance.block_manager.host import Host
+from vllm.v1.request import Request
+
+from rose_backend.conformance.block_manager.host import Host
+from rose_backend.conformance.block_manager.managers import STATE
 
 MakeHost = Callable[..., Host]
 PROMPT = list(range(40))
@@ -46,6 +46,24 @@ def hits_of_a_follow_up(make_host: MakeHost) -> int:
     host.free(first)
     # The last generated token was never an input: 45 of 46 tokens have K/V.
     return host.hits(host.new_request("second", [*first.all_token_ids, 900, 901]))
+
+
+def started_with_states(make_host: MakeHost) -> tuple[Host, Request]:
+    """Return a host of layers with states, and a request there that runs."""
+    host = make_host(30, windows=(STATE,))
+    request = host.new_request("first", PROMPT)
+    # vLLM's scheduler ends chunks of prompts where its manager can keep a state: at a block's border.
+    host.run(request, num_tokens=32)
+    host.start_step()
+    host.append(request, 8)
+    host.finish_step()
+    host.decode(request, steps=3)
+    return host, request
+
+
+def hits_of_states(make_host: MakeHost) -> int:
+    host, _ = started_with_states(make_host)
+    return host.hits(host.new_request("second", [*PROMPT, 900, 901]))
 
 
 def hits_in_the_same_step(make_host: MakeHost) -> int:
@@ -175,7 +193,7 @@ DIFFERENCES = (
         hits_after(PROMPT[:32], PROMPT[:32]),
         31,
         16,
-        "As above: the last token costs vLLM a full block",
+        "The last token costs vLLM a full block",
     ),
     Difference(
         "hits: an equal prompt shorter than a block",
@@ -192,6 +210,14 @@ DIFFERENCES = (
         "Conversations continue at the token",
     ),
     Difference(
+        "hits: layers with states, the second prompt that begins with 40 tokens",
+        hits_of_states,
+        0,
+        32,
+        "Rose keeps states where prompts part that share 64 tokens or more, at any token, and where one ends; vLLM "
+        "wherever a chunk ends at a block's border",
+    ),
+    Difference(
         "hits: an equal prompt admitted in the same step",
         hits_in_the_same_step,
         0,
@@ -204,7 +230,7 @@ DIFFERENCES = (
         hits_of_a_block_filled_in_this_step,
         15,
         16,
-        "As above: Rose counts what earlier steps wrote",
+        "Rose counts what earlier steps wrote",
     ),
     Difference(
         "hits: a request freed before its step ran",

@@ -1,16 +1,13 @@
-"""``--backend NAME`` chooses what the suite runs; fixtures put one attention layer of it on this machine's device."""
+"""Fixtures that put one attention layer of the backend under test on this machine's device."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# Without vLLM nothing but the grammar can be imported.
-collect_ignore_glob = [] if find_spec("vllm") else ["test_[!b]*.py"]
 
 MakeHost = Callable[..., Any]
 
@@ -21,66 +18,77 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "separate K/V write": {"rose": {"fused_kv_append": False}},
     }
 }
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the suite's option; without it, and in runs of all tests, ROSE is the backend."""
-    parser.addoption(
-        "--backend", default="ROSE", help="vLLM attention backend under test: ROSE, FLASH_ATTN, ..."
-    )
+# vLLM's configuration wants a model; its layers are never built.
+MODEL = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_positions": 1024,
+    "n_embd": 64,
+    "n_head": 1,
+    "n_layer": 1,
+    "vocab_size": 512,
+}
 
 
 def backend_name(config: pytest.Config) -> str:
-    """Return the backend under test; runs that started elsewhere have no such option."""
-    return str(config.getoption("--backend", default="ROSE"))
+    """Return the backend under test; without the option, and in runs of all tests, it is Rose's."""
+    return str(config.getoption("conformance_attention_backend", None) or "ROSE")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat tests for each variant of the backend."""
-    if "variant" in metafunc.fixturenames:
-        variants = VARIANTS.get(backend_name(metafunc.config), {"": {}})
+    """Repeat scenes for each variant of the backend."""
+    variants = VARIANTS.get(backend_name(metafunc.config))
+    if variants and "variant" in metafunc.fixturenames:
         metafunc.parametrize("variant", variants.values(), ids=variants.keys())
+
+
+@pytest.fixture
+def variant() -> dict[str, Any]:
+    """Return vLLM's ``additional_config``."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model's configuration and nothing else."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Any:
     """Return the backend's class."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from rose_backend.conformance.attention.host import find_backend
 
-    from rose_backend.vllm_plugin import register
-
-    register()
-    name = backend_name(request.config)
-    if name not in AttentionBackendEnum.__members__:
-        raise pytest.UsageError(
-            f"--backend: got {name!r}, vLLM knows {', '.join(AttentionBackendEnum.__members__)}"
-        )
-    return AttentionBackendEnum[name].get_class()
+    return find_backend(backend_name(request.config)).get_class()
 
 
 @pytest.fixture
 def make_host(
-    request: pytest.FixtureRequest, backend: Any, variant: dict[str, Any], tiny_model_path: Path
+    request: pytest.FixtureRequest, backend: Any, variant: dict[str, Any], model_path: Path
 ) -> MakeHost:
     """Return a function that builds a ``Host`` for a case, or skips what the backend says that it does not support."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.conformance.attention.batch import parse_batch
-    from tests.conformance.attention.differences import difference
-    from tests.conformance.attention.host import MAX_MODEL_LEN, Host, refusals
+    from rose_backend.conformance.attention.batch import parse_batch
+    from rose_backend.conformance.attention.differences import difference
+    from rose_backend.conformance.attention.host import MAX_MODEL_LEN, Host, find_backend, refusals
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = find_backend(backend_name(request.config)).name
 
     def make(case: Any, *batches: str, extra_rows: int = 0, extra_tokens: int = 0, **options: Any) -> Host:
         if reasons := refusals(backend, case):
-            pytest.skip(f"{backend.get_name()} says: {', '.join(reasons)}")
-        if known := difference(backend.get_name(), case, request.node.originalname):
+            pytest.skip(f"{name} says: {', '.join(reasons)}")
+        if known := difference(name, case, request.node.originalname):
             request.node.add_marker(pytest.mark.xfail(reason=known, strict=True))
         block_size = case.block_size or backend.get_preferred_block_size(16)
         arguments: dict[str, Any] = {
-            "model": str(tiny_model_path),
-            "attention_backend": backend.get_name(),
+            "model": str(model_path),
+            "skip_tokenizer_init": True,
+            "attention_backend": name,
             "dtype": str(case.dtype).removeprefix("torch."),
             "kv_cache_dtype": case.cache_dtype,
             "block_size": block_size,
@@ -97,7 +105,7 @@ def make_host(
             }
         all_rows = [parse_batch(batch) for batch in batches]
         num_blocks = max(sum(-(-row.seq_len // block_size) for row in rows) for rows in all_rows)
-        return Host(
+        host = Host(
             backend,
             case,
             EngineArgs(**arguments).create_engine_config(),
@@ -107,5 +115,7 @@ def make_host(
             num_blocks=num_blocks + 4,
             **options,
         )
+        host.has_own_order |= request.config.getoption("conformance_own_block_order", False)
+        return host
 
     return make

@@ -20,8 +20,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from tests.conformance.block_manager.managers import BLOCK_SIZE, ManagerEntry
-from tests.support.vllm_plugin.fake_worker import chain, next_token, with_contents
+from rose_backend.conformance.block_manager.managers import BLOCK_SIZE, STATE, MakeManager, check_books
+from rose_backend.conformance.block_manager.pretended_model import chain, next_token, with_contents
 
 init_none_hash(sha256)
 _BLOCK_HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -33,16 +33,16 @@ class Host:
     As there, tokens count as computed and blocks retained for copies go back once the step is scheduled.
 
     Args:
-        entry: which manager.
+        make: builds the manager.
         num_blocks: of the pool, the null block included.
-        windows: of further KV cache groups. Where windows have passed, a request may have no block.
+        windows: of further KV cache groups, or ``STATE``. Where windows have passed, a request may have no block.
         max_num_seqs, max_model_len: limits; the pool must hold one sequence of ``max_model_len``.
         options: further keywords of the manager.
     """
 
     def __init__(
         self,
-        entry: ManagerEntry,
+        make: MakeManager,
         num_blocks: int = 13,
         *,
         windows: Sequence[int] = (),
@@ -50,15 +50,16 @@ class Host:
         max_model_len: int = 128,
         **options: Any,
     ) -> None:
-        self.manager: Any = entry.make(
+        self.manager: Any = make(
             num_blocks, windows=windows, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
         )
         self._windows = (max_model_len, *windows)
         self.num_usable_blocks = num_blocks - 1
-        self._check_books = entry.check_books
         self._memory = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
         self._holders: dict[str, Request] = {}
         self._states: dict[str, list[int]] = {}
+        self._drafts: dict[str, Sequence[int]] = {}  # of the step
+        self._state_columns: dict[str, int] = {}  # of the tables: where a request's last step left its states
         self._planned: list[tuple[Request, int, int]] = []  # request, first and last position + 1 to compute
 
     @staticmethod
@@ -123,11 +124,15 @@ class Host:
             self._planned.append((request, num_hits, num_hits + num_tokens))
         return allocated
 
-    def append(self, request: Request, num_tokens: int = 1, **options: Any) -> Any:
-        """Allocate a running request's next tokens; None if the manager refused."""
+    def append(
+        self, request: Request, num_tokens: int = 1, *, drafts: Sequence[int] = (), **options: Any
+    ) -> Any:
+        """Allocate a running request's next tokens and drafts behind them; None if the manager refused."""
+        num_tokens += len(drafts)
         allocated = self.manager.allocate_slots(request, num_tokens, **options)
         if allocated is not None:
             start = request.num_computed_tokens
+            self._drafts[request.request_id] = drafts
             self._planned.append((request, start, start + num_tokens))
         return allocated
 
@@ -142,18 +147,32 @@ class Host:
             sources, destinations = np.array(pairs).T
             self._memory[destinations] = self._memory[sources]
         for request, start, end in self._planned:
-            for group in range(len(self._windows)):
-                content = self._content(request, group)[start:end]
-                self._memory.reshape(-1)[self._slots(request, group, start, end)] = content
+            for group, window in enumerate(self._windows):
+                content = self._content(request, group)
+                if window == STATE:
+                    self._advance_state(request, group, start, end)
+                else:
+                    self._memory.reshape(-1)[self._slots(request, group, start, end)] = content[start:end]
+            self._state_columns[request.request_id] = (end - 1) // BLOCK_SIZE
             # What the step's tokens attend to.
             self._check_slots(request, start, end)
         self.check_slots()
         for request, _, num_computed in self._planned:
-            self.manager.cache_blocks(request, num_computed)
-            if num_computed == request.num_tokens:
-                request.append_output_token_ids(next_token(self._states_of(request)[num_computed - 1]))
+            drafts = self._drafts.pop(request.request_id, ())
+            request.num_computed_tokens = num_computed - len(drafts)
+            if request.num_computed_tokens == request.num_tokens:
+                self._generate(request, drafts)
+            self.manager.cache_blocks(request, request.num_computed_tokens)
         self._planned.clear()
         return pairs
+
+    def _generate(self, request: Request, drafts: Sequence[int]) -> None:
+        """Append the next token, and one more for each draft that was right; what is computed of others is void."""
+        for draft in (*drafts, None):
+            request.append_output_token_ids(next_token(self._states_of(request)[-1]))
+            if request.all_token_ids[-1] != draft:
+                return
+            request.num_computed_tokens += 1
 
     # Whole steps
 
@@ -210,7 +229,7 @@ class Host:
 
     def snapshot(self, *probes: Request) -> Any:
         """Return all that the interface shows: usage, tables, and what ``probes`` would find."""
-        self._check_books(self.manager)
+        check_books(self.manager)
         tables = {name: self.manager.get_block_ids(name) for name in self._holders}
         return self.manager.usage, tables, [self.hits(probe) for probe in probes]
 
@@ -222,18 +241,33 @@ class Host:
     def _check_slots(self, request: Request, next_token: int, end: int) -> None:
         """Check the positions up to ``end`` that the token at ``next_token`` and those behind it attend to."""
         for group, window in enumerate(self._windows):
+            if window == STATE:
+                continue
             start = max(next_token - window + 1, 0)
             got = self._memory.reshape(-1)[self._slots(request, group, start, end)]
             wrong = np.flatnonzero(got != self._content(request, group)[start:end])
             where = f"{request.request_id}, group {group}"
             assert not len(wrong), f"{where}: position {start + wrong[0]} holds another content"
 
+    def _advance_state(self, request: Request, group: int, start: int, end: int) -> None:
+        """Read the state of ``start`` tokens where the last step left it, or a hit ends, and write that of ``end``."""
+        content, table = self._content(request, group), self.block_ids(request, group)
+        if start:
+            column = self._state_columns.get(request.request_id, (start - 1) // BLOCK_SIZE)
+            state = self._memory[table[column], 0]
+            assert state == content[start - 1], (
+                f"{request.request_id}, group {group}: not the state of {start}"
+            )
+        block = table[(end - 1) // BLOCK_SIZE]
+        assert block, f"{request.request_id}, group {group}: no block for the state of {end}"
+        self._memory[block] = content[end - 1]
+
     def check_no_leak(self) -> None:
         """Finish everybody; then no block is held and the whole pool can be handed out."""
-        self._check_books(self.manager)
+        check_books(self.manager)
         self.free(*list(self._holders.values()))
         assert self.manager.usage == 0.0
-        self._check_books(self.manager)
+        check_books(self.manager)
 
     def _slots(self, request: Request, group: int, start: int, end: int) -> Any:
         positions = np.arange(start, end)
@@ -246,7 +280,18 @@ class Host:
 
     def _content(self, request: Request, group: int) -> Any:
         """Return what the positions of a request hold in one group: layers of another would read something else."""
-        return np.array(self._states_of(request), dtype=np.int64) ^ group
+        states = list(self._states_of(request))
+        for draft in self._drafts.get(request.request_id, ()):
+            states.append(chain(states[-1], draft))
+        return np.array(states, dtype=np.int64) ^ group
+
+    def continuation(self, request: Request, num_tokens: int) -> list[int]:
+        """Return what a request will generate next: right drafts are these, behind the first."""
+        state, tokens = self._states_of(request)[-1], []
+        for _ in range(num_tokens):
+            tokens.append(next_token(state))
+            state = chain(state, tokens[-1])
+        return tokens
 
     def _states_of(self, request: Request) -> list[int]:
         states = self._states.setdefault(request.request_id, [])
@@ -257,6 +302,7 @@ class Host:
 
     def _forget(self, request: Request) -> None:
         self._holders.pop(request.request_id, None)
+        self._state_columns.pop(request.request_id, None)
         self._planned = [entry for entry in self._planned if entry[0] is not request]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from tests.conformance.attention.batch import parse_batch
-from tests.conformance.attention.cases import (
+from rose_backend.conformance.attention.batch import parse_batch
+from rose_backend.conformance.attention.cases import (
     BATCHES,
     CASES,
     DRAFTED_BATCHES,
@@ -16,10 +19,10 @@ from tests.conformance.attention.cases import (
     MIXED,
     Case,
 )
-from tests.conformance.attention.conftest import MakeHost
-from tests.conformance.attention.host import Host
-from tests.conformance.attention.scene import Scene
-from tests.support.error_budget import assert_within_budget
+from rose_backend.conformance.attention.conftest import MakeHost
+from rose_backend.conformance.attention.host import Host
+from rose_backend.conformance.attention.scene import Scene
+from rose_backend.conformance.error_budget import assert_within_budget
 
 HAS_GPU = torch.cuda.is_available()
 BATCHES_HERE = {**BATCHES, **(LONG_BATCHES if HAS_GPU else {})}
@@ -68,7 +71,37 @@ def test_layers_with_drafts(make_host: MakeHost, case: Case) -> None:
     run_and_check(make_host(replace(case, num_speculative_tokens=4), batch), batch)
 
 
-def test_every_layout(make_host: MakeHost, backend: type) -> None:
+BATCHES_OR_ROWS = {
+    "decodes": (Case(), "4q1s300,q1s17,q1s900,2q1s64"),
+    "mixed": (Case(), MIXED),
+    "mixed, bfloat16": (Case(dtype=torch.bfloat16, heads=8, head_size=128), MIXED),
+    "drafts": (DRAFTS, DRAFTED_BATCHES["of several lengths"]),
+}
+
+
+@pytest.mark.parametrize(("case", "batch"), BATCHES_OR_ROWS.values(), ids=BATCHES_OR_ROWS)
+def test_rows_of_a_batch_are_as_alone(
+    make_host: MakeHost, case: Case, batch: str, record_property: Callable[[str, object], None]
+) -> None:
+    # Batch invariance is more than vLLM asks for, so rows that are not the same are reported; they must be right.
+    host = make_host(case, batch)
+    scene = host.scene(parse_batch(batch))
+    differences = []
+    for index, output in enumerate(host.step(scene)):
+        alone = scene.row(index)
+        (other,) = host.step(alone)
+        assert_conforms(host, alone, [other])
+        if not torch.equal(output, other):
+            differences.append((output.double() - other.double()).abs().max().item())
+    if differences:
+        rows = f"{len(differences)} of {len(scene.rows)} rows"
+        record_property(
+            "differs",
+            f"not batch invariant: {rows} differ from the same alone, by {max(differences):.1e} at most",
+        )
+
+
+def test_every_layout(make_host: MakeHost, backend: Any) -> None:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     layouts = backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)

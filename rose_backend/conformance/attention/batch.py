@@ -1,4 +1,4 @@
-"""A batch of requests in a few characters: ``8q1s1k,2q256s512``. The grammar is in this folder's README.md."""
+"""A batch of requests in a few characters: ``8q1s1k,2q256s512``. The grammar is in README.md, one folder up."""
 
 from __future__ import annotations
 

@@ -33,6 +33,11 @@ class Case:
         """Whether the cache holds float8 numbers."""
         return self.cache_dtype.startswith("fp8")
 
+    @property
+    def float8(self) -> torch.dtype:
+        """The type of these numbers."""
+        return torch.float8_e5m2 if self.cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+
     def __str__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return " ".join(f"{name}={_short(value)}" for name, value in changed.items()) or "plain"
@@ -112,6 +117,10 @@ FLOAT8 = (
     Case(cache_dtype="fp8", key_scale=0.05, value_scale=0.11),
     Case(cache_dtype="fp8", key_scale=0.25, value_scale=0.5, heads=32, kv_heads=8, head_size=128),
     Case(cache_dtype="fp8", sliding_window=9, soft_cap=2.0),
+    # Of these keys and values some are larger than the largest number.
+    Case(cache_dtype="fp8", key_scale=0.004, value_scale=0.004),
+    Case(cache_dtype="fp8_e5m2"),
+    Case(cache_dtype="fp8_e5m2", dtype=torch.bfloat16, key_scale=0.25, value_scale=0.5),
 )
 DRAFTS = Case(num_speculative_tokens=4)
 CASES = {str(case): case for case in (*HEAD_SHAPES, *TYPES, *BLOCK_SIZES, *MASKS, *FLOAT8)}

@@ -9,8 +9,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -20,14 +23,34 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, customize_attention_spec
 
-from tests.conformance.attention.batch import Row
-from tests.conformance.attention.cases import Case
-from tests.conformance.attention.scene import Scene, alibi_slopes, allocation, sinks
+from rose_backend.conformance.attention.batch import Row
+from rose_backend.conformance.attention.cases import Case
+from rose_backend.conformance.attention.scene import Scene, alibi_slopes, allocation, sinks
+from rose_backend.vllm_plugin import register
 
 # The second layer is never run: its half of the cache must stay as it is.
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 MAX_MODEL_LEN = 1024
 PADDING_SLOT = -1
+
+
+def find_backend(name: str) -> AttentionBackendEnum:
+    """Return vLLM's entry of a backend, which may be a plug-in's; a ``module:Class`` becomes its CUSTOM one.
+
+    Raises:
+        ImportError, AttributeError: there is no such class.
+        ValueError: there is no such name.
+    """
+    load_general_plugins()
+    register()
+    if ":" in name:
+        path = name.replace(":", ".")
+        resolve_obj_by_qualname(path)
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+        name = AttentionBackendEnum.CUSTOM.name
+    entry = AttentionBackendEnum[name]
+    entry.get_class()
+    return entry
 
 
 def refusals(backend: type[AttentionBackend], case: Case) -> list[str]:
@@ -64,6 +87,8 @@ class Host:
         layout: str | None = None,
     ) -> None:
         self.backend, self.case, self.config, self.device = backend, case, config, device
+        self.has_own_order = backend.get_name() == "CPU_ATTN"
+        """Whether only the backend knows where in a block a key or value lies."""
         layouts = backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)
         config.cache_config.kv_cache_layout = layout or layouts[0].name
         _give_heads(config, case)
@@ -143,11 +168,6 @@ class Host:
         """Lay requests out in this host's cache."""
         store = self._store_by_backend if self.has_own_order else None
         return Scene(self.case, rows, self.cache, store=store, **options)
-
-    @property
-    def has_own_order(self) -> bool:
-        """Whether only the backend knows where in a block a key or value lies."""
-        return self.backend.get_name() == "CPU_ATTN"
 
     def _store_by_backend(
         self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor

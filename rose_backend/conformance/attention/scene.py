@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 
-from tests.conformance.attention.batch import Row
-from tests.conformance.attention.cases import Case
-
-FLOAT8 = torch.float8_e4m3fn
+from rose_backend.conformance.attention.batch import Row
+from rose_backend.conformance.attention.cases import Case
 
 Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values [T, HKV, D] to slots [T] of a cache: (cache, slots, key, value)."""
@@ -93,6 +92,18 @@ class Scene:
         )
         cache[slots // self.block_size, :, slots % self.block_size] = stored
 
+    def row(self, index: int) -> Scene:
+        """Return the scene of one of the requests alone, in the same blocks."""
+        alone, tokens = copy(self), slice(self.starts[index], self.starts[index + 1])
+        alone.rows, alone.starts = self.rows[index : index + 1], [0, self.rows[index].query_len]
+        alone.query, alone.key, alone.value = self.query[tokens], self.key[tokens], self.value[tokens]
+        alone.slot_mapping = self.slot_mapping[tokens]
+        alone.block_tables, alone.history = (
+            self.block_tables[index : index + 1],
+            self.history[index : index + 1],
+        )
+        return alone
+
     def expected_cache(self, slot_mapping: torch.Tensor | None = None) -> torch.Tensor:
         """Return the whole allocation, byte by byte, as it must be once the new tokens are stored; -1 is skipped."""
         slots = self.slot_mapping if slot_mapping is None else slot_mapping
@@ -168,8 +179,8 @@ def allocation(view: torch.Tensor) -> torch.Tensor:
 def _as_stored(values: torch.Tensor, case: Case, scale: float) -> torch.Tensor:
     if not case.has_float8_cache:
         return values.to(case.dtype)
-    limit = torch.finfo(FLOAT8).max
-    return (values.float() / scale).clamp(-limit, limit).to(FLOAT8).view(torch.uint8)
+    limit = torch.finfo(case.float8).max
+    return (values.float() / scale).clamp(-limit, limit).to(case.float8).view(torch.uint8)
 
 
 def _as_read(values: torch.Tensor, case: Case, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -177,4 +188,4 @@ def _as_read(values: torch.Tensor, case: Case, scale: float, dtype: torch.dtype)
         return values.to(dtype)
     # The device's scale is a float32 number.
     exact_scale = torch.tensor(scale, dtype=torch.float32).double().item()
-    return (_as_stored(values, case, scale).view(FLOAT8).double() * exact_scale).to(dtype)
+    return (_as_stored(values, case, scale).view(case.float8).double() * exact_scale).to(dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.conformance.attention.cases import Case
+from rose_backend.conformance.attention.cases import Case
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""One attention layer of any vLLM backend against attention in float64."""

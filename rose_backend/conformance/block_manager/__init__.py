@@ -1,0 +1,1 @@
+"""Any KV cache manager of vLLM's interface, driven as vLLM's scheduler does."""
