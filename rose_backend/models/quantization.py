@@ -15,8 +15,8 @@ from typing import Any, Literal
 from rose_backend.errors import ModelError
 
 _BLOCK = [128, 128]
-UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")
-"""Scales of activations, which stay in 16 bits, and of K/V caches."""
+UNUSED_SUFFIXES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+"""Scales of activations, which stay in 16 bits, and of K/V caches, by their older names, too."""
 _FIELD = "config.json: quantization_config"
 
 
@@ -57,7 +57,7 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
         raise ModelError(f"{_FIELD} must be an object, got {config!r}")
     method = config.get("quant_method")
     readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise ModelError(
             f"{_FIELD}.quant_method={method!r} is not supported, allowed are {', '.join(readers)}; "
             "vLLM with Rose inside serves others"

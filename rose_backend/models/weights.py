@@ -231,9 +231,11 @@ class Checkpoint:
     ) -> None:
         self.directory = resolve_model_path(path)
         self.config = read_json(self.directory / CONFIG_FILE)
-        if "quantization_config" not in self.config and (self.directory / MODELOPT_FILE).is_file():
+        if self.config.get("quantization_config") is None and (self.directory / MODELOPT_FILE).is_file():
             fields = read_json(self.directory / MODELOPT_FILE).get("quantization")
-            self.config["quantization_config"] = {**(fields or {}), "quant_method": "modelopt"}
+            if not isinstance(fields, dict):
+                raise ModelError(f"{MODELOPT_FILE}: quantization must be an object, got {fields!r}")
+            self.config["quantization_config"] = {**fields, "quant_method": "modelopt"}
         self.on_progress = on_progress
         self.lacks_weights = may_lack_weights and not any(
             (self.directory / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -264,6 +265,21 @@ def test_scales_of_blocks_and_rows_with_every_kind_of_tile(
 ) -> None:
     case = make_case(rows, 300, 270, parts, HALF if tiles.get("use_dot", True) else torch.float32)
     case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [(HALF, config(8, 64, 128, 4, weights_left=True)), (torch.float32, config(8, 4, 256, 4, use_dot=False))],
+    ids=["dot", "exact"],
+)
+def test_no_scale_is_read_beyond_the_depth(dtype: torch.dtype, tiles: dict[str, Any]) -> None:
+    """Four programs take two blocks each of six, and what lies behind the scales is not a number."""
+    case = make_case(5, 768, 128, "blocks nobias", dtype)
+    assert isinstance(case.weight, Float8Weight)
+    scales = torch.full((6 + 2,), float("nan"))
+    scales[:6] = case.weight.scales[0]
+    weight = replace(case.weight, scales=scales[:6].view(1, 6))
+    case.check(INTERPRETER(launch, replace(case, weight=weight), tiles))
 
 
 def test_tiles_deeper_than_a_block_are_refused() -> None:

@@ -150,6 +150,7 @@ REFUSED: list[tuple[Any, str]] = [
         {"quant_method": "awq"},
         "quant_method='awq' is not supported, allowed are fp8, compressed-tensors, modelopt",
     ),
+    ({"quant_method": ["fp8"]}, "quant_method=['fp8'] is not supported"),
     ("fp8", "quantization_config must be an object, got 'fp8'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported, allowed are e4m3, null"),
     (
@@ -191,6 +192,15 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
     with pytest.raises(ModelError) as refused:
         load_model(path)
     assert message in str(refused.value)
+
+
+def test_a_file_of_modelopt_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", "modelopt")
+    change_json(path / "config.json", quantization_config=None)
+    assert isinstance(linears_of(load_model(path))[0].weight, Float8Weight)
+    change_json(path / "hf_quant_config.json", quantization="FP8")
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization must be an object, got 'FP8'"):
+        load_model(path)
 
 
 def change_tensors(path: Path, **changes: Any) -> None:

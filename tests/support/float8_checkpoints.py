@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-FORMATS = ("fp8 blocks", "fp8", "compressed-tensors channel", "compressed-tensors block", "modelopt")
+FORMATS = (
+    "fp8 blocks",
+    "fp8",
+    "compressed-tensors channel",
+    "compressed-tensors block",
+    "modelopt",
+    "compressed-tensors tensor",
+)
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
@@ -42,6 +49,8 @@ def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[
         stored[f"{module}.{'weight_scale_inv' if form == 'fp8 blocks' else 'weight_scale'}"] = scales
         if form in ("fp8", "modelopt"):
             stored[f"{module}.input_scale"] = torch.tensor(0.5)
+            if module.endswith("k_proj"):  # of the K/V cache
+                stored[f"{module}.{'k_scale' if form == 'modelopt' else 'output_scale'}"] = torch.tensor(0.5)
     save_file(stored, path, {"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
     described = describe(form, ["lm_head", *ignored])
@@ -57,6 +66,8 @@ def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:
     """Return the scales of a matrix, as they are stored: its largest numbers become e4m3's largest."""
     if form in ("fp8", "modelopt"):
         return weight.abs().amax() / LARGEST
+    if form == "compressed-tensors tensor":
+        return weight.abs().amax()[None] / LARGEST
     if form == "compressed-tensors channel":
         return weight.abs().amax(1, keepdim=True) / LARGEST
     padded = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
@@ -69,7 +80,7 @@ def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:
 def spread_out(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the scale of each number, float32."""
     scales = scales.float()
-    if scales.ndim == 0 or (scales.shape[1] == 1 and shape[1] > BLOCK):
+    if scales.numel() == 1 or (scales.shape[1] == 1 and shape[1] > BLOCK):
         return scales.expand(shape)
     wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return wide[: shape[0], : shape[1]]

@@ -294,7 +294,10 @@ def _add_stored_tile(
                 mask = in_rows[None, :] & (blocks < ACROSS)[:, None]
                 scales = tl.load(scale_ptr + first[None, :] + blocks[:, None], mask=mask, other=0.0)
             else:
-                scales = tl.load(scale_ptr + first + start // _SCALED_BLOCK, mask=in_rows, other=0.0)
+                # A program's last tiles may lie beyond the depth, where there is no scale.
+                scales = tl.load(
+                    scale_ptr + first + start // _SCALED_BLOCK, mask=in_rows & (start < K), other=0.0
+                )
             scales = tl.expand_dims(scales, -1 if WEIGHTS_LEFT else -2)
             acc += scales * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
     else:
