@@ -32,12 +32,15 @@ Letters that shapes are written in, everywhere in this package:
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
 ``P``   parts of a sum; rows of the position embedding or of the rotary table; tokens that are kept of a request
+``U``   LoRA slots; ``Z`` is the largest rank of an adapter
 ======  =======================================================
 """
 
 from __future__ import annotations
 
 from rose_backend.kernels.arguments import (
+    AdapterRows,
+    Adapters,
     AttentionOptions,
     Experts,
     Float8Weight,
@@ -63,6 +66,8 @@ from rose_backend.kernels.attention.ops import (
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
+    adapter_rows,
+    add_adapters,
     float8_linear,
     pack_linear,
     pack_norm,

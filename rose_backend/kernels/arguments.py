@@ -528,6 +528,25 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """The adapters in the LoRA slots of a linear layer, which has one to three slices, such as query, key and value."""
+
+    lora_a: tuple[torch.Tensor, ...]
+    """Of each slice, [U, Z, E] contiguous: zeros where an adapter has nothing, and behind its rank."""
+    lora_b: tuple[torch.Tensor, ...]
+    """Of each slice, [U, O, Z] contiguous, with the adapter's scale."""
+
+
+class AdapterRows(NamedTuple):
+    """A step's rows in the order of their adapters; the same for all its layers. Made by ``adapter_rows``."""
+
+    rows: torch.Tensor
+    """[T] int64: all rows."""
+    slots: torch.Tensor
+    """[T] int64, rising: the LoRA slot of each of these rows. A number that is no slot stands for no adapter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedNorm:
     """The norm before a packed layer: its weight is multiplied in by the kernel that writes the hidden states.
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.kernels import HeadRotation, NormInput, PackedNorm, norm_input_of, rotate_query_key
+from rose_backend.kernels import (
+    AdapterRows,
+    HeadRotation,
+    NormInput,
+    PackedNorm,
+    norm_input_of,
+    rotate_query_key,
+)
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.layers.attention import StepAttention
@@ -54,6 +61,8 @@ class Decoder:
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Sums over ranks what attention and MLPs add to the hidden states; None: there is one rank. Layers are not packed
     otherwise."""
+    adapter_rows: AdapterRows | None = None
+    """Of the layers' ``Adapters``; None: no token of the step has an adapter."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
@@ -83,7 +92,12 @@ def run_layers(
     if first_norm is not None and norm_input is None:
         norm_input = norm_input_of(hidden, first_norm)
     stream = ResidualStream(
-        hidden, decoder.switches, norm_input, is_small_batch=is_small_batch, all_reduce=decoder.all_reduce
+        hidden,
+        decoder.switches,
+        norm_input,
+        is_small_batch=is_small_batch,
+        all_reduce=decoder.all_reduce,
+        adapter_rows=decoder.adapter_rows,
     )
     fuses_rotation = attention.appends and attention.decodes_only and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):

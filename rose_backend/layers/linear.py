@@ -14,11 +14,14 @@ import torch.nn.functional as F
 
 from rose_backend.config import Switches
 from rose_backend.kernels import (
+    AdapterRows,
+    Adapters,
     Experts,
     Float8Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
+    add_adapters,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
@@ -62,6 +65,7 @@ class Linear:
     packed: PackedLinear | None = None
     """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
     ``Float8Weight`` is the same one."""
+    adapters: Adapters | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -146,7 +150,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
     if isinstance(packed.weight, Float8Weight):
         return Linear(packed.weight, packed.bias, packed)
     bias = None if packed.bias is None else packed.bias.to(packed.weight.dtype)
-    return Linear(packed.weight.t(), bias, packed)
+    return Linear(packed.weight.t(), bias, packed, linear.adapters)
 
 
 def with_packed(norm: Norm) -> Norm:
@@ -167,9 +171,13 @@ class ResidualStream:
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
         all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
+        adapter_rows: of the layers' ``Adapters``; None: no token has an adapter.
     """
 
-    __slots__ = ("_all_reduce", "_delta", "_norm_input", "hidden", "is_small_batch", "switches")
+    __slots__ = (
+        *("_adapter_rows", "_all_reduce", "_delta", "_norm_input"),
+        *("hidden", "is_small_batch", "switches"),
+    )
 
     def __init__(
         self,
@@ -179,9 +187,10 @@ class ResidualStream:
         *,
         is_small_batch: bool = False,
         all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> None:
         assert all_reduce is None or not is_small_batch, "a rank's product is not all that is added"
-        self._all_reduce = all_reduce
+        self._all_reduce, self._adapter_rows = all_reduce, adapter_rows
         self.hidden = hidden
         self.switches = switches
         self.is_small_batch = is_small_batch
@@ -212,17 +221,25 @@ class ResidualStream:
 
         Of a packed, gated layer a small batch gives ``silu(gate) * up``, [T, O / 2].
         """
+        assert not gelu or self._adapter_rows is None, "products with GELU have no adapters"
         if self.is_small_batch:
             assert linear.packed is not None and self._norm_input is not None, (
                 "small batches need packed layers"
             )
-            return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
+            if self._adapter_rows is None or linear.adapters is None:
+                return small_batch_linear(self._norm_input, linear.packed, gelu=gelu)
+            # The activation comes after what adapters add.
+            projected = small_batch_linear(self._norm_input, replace(linear.packed, is_gated=False))
+            self._add_adapters(self._norm_input, linear, projected)
+            if not linear.packed.is_gated:
+                return projected
+            return silu_mul(projected, alternating=linear.packed.alternates)
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
             assert isinstance(linear.weight, torch.Tensor), "GPT-2's alone"
             return torch._addmm_activation(linear.bias, normed, linear.weight, use_gelu=True)
-        projected = _product(normed, linear)
+        projected = self._product(normed, linear)
         return F.gelu(projected, approximate="tanh") if gelu else projected
 
     def add(
@@ -235,13 +252,16 @@ class ResidualStream:
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
             assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
+            # Before the product, which leaves all that there is to the norm.
+            self._add_adapters(x, linear, self.hidden)
             _, self._norm_input = small_batch_linear_before_norm(
                 x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
             )
         elif self._all_reduce is not None:
-            self._delta = self._all_reduce(_product(x, linear))
+            self._delta = self._all_reduce(self._product(x, linear))
         elif (
             self.switches.fused_add_layernorm
+            and self._adapter_rows is None
             and isinstance(linear.weight, torch.Tensor)
             and adds_halves(x, linear)
         ):
@@ -249,10 +269,22 @@ class ResidualStream:
             halves = x.unflatten(1, (2, -1)).transpose(0, 1)
             self._delta = torch.bmm(halves, linear.weight.unflatten(0, (2, -1)))
         else:
-            self._delta = _product(x, linear)
+            self._delta = self._product(x, linear)
+
+    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        product = _product(x, linear)
+        self._add_adapters(x, linear, product)
+        return product
+
+    def _add_adapters(self, x: torch.Tensor | NormInput, linear: Linear, out: torch.Tensor) -> None:
+        """Add to ``out`` what adapters of ``linear`` make of ``x``."""
+        if self._adapter_rows is not None and linear.adapters is not None:
+            alternating = linear.packed is not None and linear.packed.alternates
+            add_adapters(x, linear.adapters, self._adapter_rows, out, alternating=alternating)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
+        assert self._adapter_rows is None, "rows are all of the step"
         self.hidden = self.hidden[tokens]
 
     def gelu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:

@@ -129,7 +129,7 @@ def _warn(why: str) -> None:
 
 def _key(vllm_config: VllmConfig) -> list[object]:
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    speculative = vllm_config.speculative_config
+    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
     return [
         model.hf_config.architectures,
         model.dtype,
@@ -143,6 +143,7 @@ def _key(vllm_config: VllmConfig) -> list[object]:
         vllm_config.compilation_config.cudagraph_mode,
         vllm_config.compilation_config.cudagraph_capture_sizes,
         None if speculative is None else speculative.num_speculative_tokens,
+        None if lora is None else lora.max_lora_rank,
         vllm_config.parallel_config.tensor_parallel_size,
         *(getattr(model.hf_config, name, None) for name in _SIZES),
         vllm_config.additional_config,

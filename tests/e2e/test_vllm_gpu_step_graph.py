@@ -83,6 +83,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "Qwen2.5-VL": write_random_qwen2_5_vl,
     "Qwen3-VL": write_random_qwen3_vl,
 }
+VLLMS_LAYERS = {"fused_mlp": False, "fused_add_layernorm": False}
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 DECODE_GRAPHS = {**GRAPHS, "cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}
 """Without compiled layers, which only steps with prompts would gain from."""
@@ -755,9 +756,11 @@ def test_offloaded_blocks_come_back_in_replayed_steps(
 
 
 @pytest.mark.parametrize(
-    "model", ["Qwen3", "Llama"]
+    ("model", "layers"), [("Qwen3", "Rose's"), ("Llama", "Rose's"), ("Qwen3", "vLLM's")]
 )  # with and without a tied head, which Llama's adapters change
-def test_adapters_come_and_go_in_replayed_steps(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
+def test_adapters_come_and_go_in_replayed_steps(
+    make_engine: MakeEngine, tmp_path: Path, model: str, layers: str
+) -> None:
     """Three adapters for two places, beside requests without one and with the same prompts.
 
     vLLM's kernels add parts of a product in any order, so that texts differ at ties, from one run to the next, too.
@@ -793,7 +796,9 @@ def test_adapters_come_and_go_in_replayed_steps(make_engine: MakeEngine, tmp_pat
 
     with make_engine(attention_backend="FLASH_ATTN", **options) as llm:
         theirs, error = judged(llm)
-    with make_engine(**options) as llm:
+    switches = {} if layers == "Rose's" else VLLMS_LAYERS
+    with make_engine(additional_config={"rose": switches}, **options) as llm:
+        assert has_roses_layers(llm) == (layers == "Rose's")
         STEPS.vllm.clear()
         for number in (1, 2, 3):
             before = STEPS.rose
@@ -806,6 +811,39 @@ def test_adapters_come_and_go_in_replayed_steps(make_engine: MakeEngine, tmp_pat
         assert STEPS.vllm["an adapter to load"] > 2
         assert STEPS.vllm.keys() <= REPLAYED_BUT_FOR | {"an adapter to load"}
         manager_of(llm).check_integrity()
+
+
+def test_both_kinds_of_steps_say_the_same_to_the_bit_beside_adapters(
+    make_engine: MakeEngine, replay_when: ReplayWhen, tmp_path: Path
+) -> None:
+    """Of Rose's layers, whose products with adapters do not depend on the order in which a GPU gets to their parts."""
+    base = WRITERS["Qwen3"](tmp_path / "base")
+    adapters: list[LoRARequest | None] = [None]
+    for number in (1, 2):
+        path = tmp_path / f"adapter {number}"
+        random_checkpoints.write_random_adapter(base, path, rank=8 * number, seed=number)
+        adapters.append(LoRARequest(path.name, number, str(path)))
+    prompts = parity_prompts(VOCAB_SIZE)[:48]
+    params = params_of_every_kind(len(prompts))
+    # In turns of three, where kinds of requests are in turns of two and four.
+    requests = [adapters[index % 3] for index in range(len(prompts))]
+    answers = []
+    with make_engine(
+        **{"model": str(base), "dtype": "float16", "enforce_eager": False, "max_num_seqs": 48},
+        **{"enable_lora": True, "max_loras": 2, "max_lora_rank": 16},
+        **GPU_MEMORY,
+    ) as llm:
+        assert has_roses_layers(llm)
+        assert all(llm.llm_engine.add_lora(each) for each in adapters if each is not None)
+        for wanted in (is_never, is_random(1), lambda _: True):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.rose
+            outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False, lora_request=requests)
+            answers.append(said(outputs))
+            assert (STEPS.rose > before) == (wanted is not is_never), STEPS
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
 
 
 def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:

@@ -26,6 +26,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.lora.model_manager import create_lora_manager
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     CheckpointWeightPatch,
@@ -222,8 +223,9 @@ def test_embedded_prompts(
 
 
 @pytest.mark.parametrize("checkpoint", ["llama-biases", "qwen3"], indirect=True)
+@pytest.mark.parametrize("enable_lora", [False, True])
 def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
-    make_engine: MakeEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, enable_lora: bool
 ) -> None:
     """The model itself, on tensors without memory that pass for a GPU's."""
     gpu, meta = GpuProperties((9, 0), 132), torch.device("meta")
@@ -234,10 +236,20 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
         "max_model_len": 1024,
         "block_size": 16,
     }
+    products = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    lora = {"enable_lora": True, "max_loras": 2, "lora_target_modules": products}
+    options |= lora if enable_lora else {}
     with make_engine(**options):  # Brings what vLLM builds layers with.
         config = EngineArgs(attention_backend="rose", **options).create_engine_config()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float16), meta:
             model = initialize_model(config)
+            if enable_lora:
+                lora_manager = create_lora_manager(
+                    model, 96, 8192, VOCAB_SIZE, config.lora_config, config, meta
+                )
+                told = SimpleNamespace(no_lora_flag_cpu=False)
+                (wrapper,) = lora_manager.punica_wrapper_mapping.values()
+                wrapper.token_mapping_meta = told
         monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
         config.compilation_config.cudagraph_capture_sizes = [1, 8, 64, 96, 512]
         attention = [each.impl for each in model._attention]
@@ -247,7 +259,10 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
             for module in model._attention:
                 module.impl.process_weights_after_loading(torch.float16)
                 module.kv_cache = torch.empty((64, 2, 16, 64), dtype=torch.float16, device=meta)
-            for metadata in recorded_steps(config, attention[0]):
+            metadatas = list(recorded_steps(config, attention[0]))
+            for index, metadata in enumerate(metadatas * (2 if enable_lora else 1)):
+                if enable_lora:
+                    told.no_lora_flag_cpu = index < len(metadatas)
                 tokens = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=meta)
                 by_layer = {module.layer_name: metadata for module in model._attention}
                 with set_forward_context(by_layer, config, slot_mapping={}):
@@ -255,6 +270,7 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
                 assert hidden.shape == (metadata.num_actual_tokens, 128)
             launched += recorded.sources
     assert model._layers[0].qkv.packed is not None
+    assert any(source.name == "_adapters_shrink_kernel" for source in launched) == enable_lora
     missing = [source for source in launched if source not in ahead]
     assert not missing, missing
     sampling = {*SAMPLER_KERNELS, *REPORT_KERNELS, *MASK_KERNELS}

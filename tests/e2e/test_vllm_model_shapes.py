@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
+from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import first_differences, judge, mixed_prompts, wrong_tokens
 from tests.support.random_checkpoints import (
@@ -24,7 +25,7 @@ from tests.support.random_checkpoints import (
     write_random_qwen3,
 )
 from tests.support.tiny_checkpoint import write_tokenizer
-from tests.support.vllm_engines import generate, inputs_of, manager_of
+from tests.support.vllm_engines import generate, has_roses_layers, inputs_of, manager_of, runner_of
 
 ROUNDING = 1e-3
 """Leads that two ways of computing in float32 may see on different sides."""
@@ -60,11 +61,20 @@ def test_with_and_without_an_adapter(
         manager_of(llm).check_integrity()
 
 
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(
     "write", [write_random_llama, write_random_qwen3], ids=["Llama, with its head", "Qwen3"]
 )
-def test_adapters_come_and_go(make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path]) -> None:
+def test_adapters_come_and_go(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    write: Callable[[Path], Path],
+    is_packed: bool,
+) -> None:
     """Adapters that are loaded, dropped and loaded again, beside requests without one and with the same prompts."""
+    # As on a GPU.
+    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: is_packed)
     base, has_own_head = write(tmp_path / "base"), write is write_random_llama
     models: dict[LoRARequest | None, Path] = {None: base}
     for number in (1, 2, 3):
@@ -77,6 +87,8 @@ def test_adapters_come_and_go(make_engine: MakeEngine, tmp_path: Path, write: Ca
     # On a CPU vLLM 0.32 gives rows without an adapter the last of the places for one: it has to stay empty.
     lora = {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 4, "max_lora_rank": 8}
     with make_engine(model=str(base), max_num_batched_tokens=300, **lora) as llm:
+        assert has_roses_layers(llm)
+        assert (runner_of(llm).model._layers[0].mlp.gate_up.packed is not None) == is_packed
         for number in (1, 2):
             outputs = llm.generate(inputs, GREEDY, use_tqdm=False, lora_request=requests)
             for nth, path in enumerate(models.values()):

@@ -181,6 +181,29 @@ def differences(left: kernels.NormInput | None, hidden: torch.Tensor) -> list[to
     return [left.scaled - plain.scaled, left.moments.sum(2) - plain.moments.sum(2)]
 
 
+def adapters(slots: list[int], rank: int, *widths: int) -> Case:
+    """LoRA adapters of rows added to a product, of two slices with columns in turns."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(9)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return (0.1 * torch.randn(shape, generator=generator)).half().to(device)
+
+        slices = [(draw(3, rank, 603), draw(3, width, rank)) for width in widths]
+        x, out = draw(len(slots), 603), draw(len(slots), sum(widths))
+        kernels.add_adapters(
+            x,
+            kernels.Adapters(*zip(*slices, strict=True)),
+            kernels.adapter_rows(torch.tensor(slots, device=device)),
+            out,
+            alternating=len(widths) == 2,
+        )
+        return [out]
+
+    return run
+
+
 def linear(
     num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool = False, float8: str = ""
 ) -> Case:
@@ -347,6 +370,10 @@ CASES: dict[str, Case] = {
     "norms, odd": norms(3, 129),
     "rotary": rotary(5, 32, 8, 128, 128),
     "rotary, odd": rotary(3, 7, 1, 80, 48),
+    "adapters, 1 row": adapters([2], 5, 43),
+    "adapters, tiles with and without": adapters([-1] * 20 + [0, 2, -1] * 6, 16, 43, 21, 21),
+    "adapters, columns in turns": adapters([1, 0, 2, 2, -1], 33, 70, 70),
+    "adapters, long prompts": adapters([0] * 290 + [2] * 9, 8, 70, 70),
     "linear, 1 row": linear(1, 801, 203, norm=True),
     "linear, 5 rows": linear(5, 801, 203, norm=True),
     "linear, split": linear(5, 3072, 203, norm=False),

@@ -312,7 +312,7 @@ def write_random_adapter(
     """Write a LoRA adapter for a checkpoint of this module, and below ``path / "merged"`` what the two make together.
 
     Args:
-        with_head: adapt ``lm_head``, too, which must not be tied.
+        with_head: adapt the embedding and ``lm_head``, too, which must not be tied.
 
     Returns:
         The folder of the merged checkpoint.
@@ -335,6 +335,13 @@ def write_random_adapter(
         tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = down, up
         # Scaled by alpha / rank.
         weight.data += up.float() @ down.float()
+    if with_head:
+        embedding = model.model.embed_tokens.weight
+        down = (0.1 * torch.randn(rank, embedding.shape[0], generator=random)).half()
+        up = (0.1 * torch.randn(embedding.shape[1], rank, generator=random)).half()
+        stem = "base_model.model.model.embed_tokens.lora_embedding_"
+        tensors[f"{stem}A"], tensors[f"{stem}B"] = down, up
+        embedding.data += down.float().t() @ up.float().t()
     save_adapter(tensors, path, rank)
     model.save_pretrained(path / "merged")
     return path / "merged"
@@ -344,6 +351,6 @@ def save_adapter(tensors: dict[str, torch.Tensor], path: Path, rank: int) -> Non
     """Write a LoRA adapter of ``LORA_MODULES``."""
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
-    modules = [*(name for names in LORA_MODULES.values() for name in names), "lm_head"]
+    modules = [*(name for names in LORA_MODULES.values() for name in names), "lm_head", "embed_tokens"]
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(config))

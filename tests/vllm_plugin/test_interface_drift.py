@@ -32,9 +32,14 @@ from vllm.config import (
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector import v1 as kv_connectors
 from vllm.lora import model_manager, worker_manager
-from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import (
+    LogitsProcessorWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.ops.triton_ops import lora_kernel_metadata
+from vllm.lora.punica_wrapper import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
@@ -343,6 +348,16 @@ def test_adapters_are_told_to_kernels_as_replayed_steps_tell_them() -> None:
     source = inspect.getsource(lora_kernel_metadata.LoRAKernelMeta)
     assert source.count("torch.empty(") + source.count("torch.zeros(") == 5
     assert "self.active_lora_ids.fill_(-1)" in source and "[:num_tokens].copy_(" in source
+    # What Rose's layers read: the adapter of each token, whether there is one at all, and where adapters are.
+    source = inspect.getsource(model_manager.LoRAModelManager._init_punica_wrapper)
+    assert "self.punica_wrapper_mapping[DEFAULT_LANGUAGE_WRAPPER_KEY]" in source
+    source = inspect.getsource(PunicaWrapperBase._update_base_metadata)
+    assert "self._token_lora_indices[: base_indices.shape[0]].copy_(base_indices)" in source
+    source = inspect.getsource(lora_kernel_metadata.LoRAKernelMeta.prepare_tensors)
+    assert "self.no_lora_flag_cpu[0] = no_lora" in source
+    for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
+        source = inspect.getsource(layer.create_lora_weights)
+        assert "self.lora_a_stacked = tuple(" in source and "self.lora_b_stacked = tuple(" in source
     for layer in (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA):
         source = inspect.getsource(layer.set_lora)
         assert ".copy_(" in source and "_stacked =" not in source, layer.__name__
@@ -738,6 +753,7 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
         "forward",
         "_update_layer",
         "take_moved_weights",
+        "_adapter_rows",
     }
     assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
 

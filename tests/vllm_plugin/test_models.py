@@ -86,6 +86,11 @@ def test_nothing_is_compiled_around_roses_layers(
     assert stock.compilation_config.mode != CompilationMode.NONE and layers_of(stock) in DECODERS
 
 
+def test_adapters_have_roses_layers(make_config: MakeConfig, llama: str) -> None:
+    config = make_config(model=llama, enable_lora=True, max_loras=8, max_lora_rank=64)
+    assert layers_of(config) in DECODERS.values()
+
+
 @pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])
 def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str, on: str) -> None:
     both = ("fused_mlp", "fused_add_layernorm")
@@ -98,7 +103,11 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"enable_lora": True}, "LoRA"),
+        ({"enable_lora": True, "lora_dtype": "float16"}, "LoRA in another dtype"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "--fully-sharded-loras"),
+        ({"enable_lora": True, "max_loras": 9}, "LoRA of more than 8 adapters at once"),
+        ({"enable_lora": True, "max_lora_rank": 128}, "LoRA of ranks above 64"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "LoRA with tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"speculative_config": n_grams()}, "drafts"),
         ({"cpu_offload_gb": 1}, "weight offloading"),

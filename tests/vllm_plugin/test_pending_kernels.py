@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode, LoRAConfig, set_current_vllm_config
 from vllm.v1.worker.gpu.sample import gumbel, min_p
 
 from rose_backend.compile_ahead import pool as compilation_pool
@@ -252,12 +252,14 @@ def test_the_first_layer_begins_and_launches_wait(make_config: MakeConfig, pool:
 
 
 def test_another_engine_of_the_process_begins_too(make_config: MakeConfig, pool: type[Pool]) -> None:
-    config, other = make_gpu_config(make_config), make_gpu_config(make_config)
-    # The same layers, in steps of more requests.
-    other.scheduler_config.max_num_seqs = 2 * config.scheduler_config.max_num_seqs
-    for each in (config, other, config):
+    config, larger, *adapted = [make_gpu_config(make_config) for _ in range(4)]
+    # The same layers, in steps of more requests, and beside adapters.
+    larger.scheduler_config.max_num_seqs = 2 * config.scheduler_config.max_num_seqs
+    for each, rank in zip(adapted, (8, 16), strict=True):
+        each.lora_config = LoRAConfig(max_lora_rank=rank)
+    for each in (config, larger, *adapted, config):
         make_layer(each)
-    assert len(pending_kernels._pending) == 2
+    assert len(pending_kernels._pending) == 4
     pending_kernels.wait_for_kernels()
 
 

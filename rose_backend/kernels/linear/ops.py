@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MAX_ROWS,
+    AdapterRows,
+    Adapters,
     Float8Weight,
     NormInput,
     PackedLinear,
@@ -209,3 +211,84 @@ def float8_linear(
 
         return launch(x, weight, bias)
     return F.linear(x, weight.dequantized(x.dtype), bias)
+
+
+_MAX_SLICES = 3
+"""Of a layer with adapters: query, key and value."""
+
+
+def adapter_rows(
+    slots: torch.Tensor,  # [T] int64
+) -> AdapterRows:
+    """Return a step's rows in the order of their LoRA slots.
+
+    A row without an adapter has a number that is no slot, such as -1.
+    """
+    check_tensors(slots=(slots, "T", torch.int64))
+    rising, rows = torch.sort(slots, stable=True)
+    return AdapterRows(rows, rising)
+
+
+def add_adapters(
+    x: torch.Tensor | NormInput,  # [T, E]
+    adapters: Adapters,
+    rows: AdapterRows,
+    out: torch.Tensor,  # [T, O]  written
+    *,
+    alternating: bool = False,
+) -> None:
+    """Add to a layer's product what each row's adapter makes of ``norm(x)``: ``norm(x) @ A.T @ B.T`` of each slice.
+
+    The result of the first product is rounded to the adapters' dtype, the sum is rounded once.
+
+    Args:
+        x: innermost stride 1, as of ``out``; with a norm in front what is left to it, of RMSNorm.
+        rows: those without an adapter stay as they are.
+        out: its columns are those of the slices side by side.
+        alternating: columns of two slices are in turns instead, as those of a packed gated layer.
+
+    Raises:
+        ShapeError: shapes, dtypes or strides disagree, or there are more than three slices.
+    """
+    given, lora_a, lora_b = x, adapters.lora_a, adapters.lora_b
+    if isinstance(given, NormInput):
+        check_norm_input(given)
+        if given.norm.weight is None:
+            raise ShapeError("x: expected what is left to an RMSNorm, got a LayerNorm's")
+        x = given.scaled
+    assert isinstance(x, torch.Tensor)
+    if not 0 < len(lora_a) == len(lora_b) <= _MAX_SLICES:
+        raise ShapeError(f"adapters: expected 1 to {_MAX_SLICES} slices, got {len(lora_a)} and {len(lora_b)}")
+    for a, b in zip(lora_a, lora_b, strict=True):
+        check_tensors(x=(x, "T E"), lora_a=(a, "U Z E"), slots=(rows.slots, "T", torch.int64))
+        check_tensors(first=(lora_a[0], "U Z E"), lora_a=(a, "U Z E"), lora_b=(b, "U O Z"))
+        check_same_dtype(x=x, lora_a=a, lora_b=b, out=out)
+        if not a.is_contiguous() or not b.is_contiguous():
+            raise ShapeError("adapters: expected contiguous tensors, got others")
+    num_outputs = sum(b.shape[1] for b in lora_b)
+    check_tensors(x=(x, "T E"), out=(out, "T O"))
+    if out.shape[1] != num_outputs:
+        raise ShapeError(f"out: expected O={num_outputs}, got {out.shape[1]}")
+    if alternating and (len(lora_b) != 2 or lora_b[0].shape != lora_b[1].shape):
+        raise ShapeError("alternating: expected False but for two slices of one width, got True")
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.numel() and tensor.stride(1) != 1:
+            raise ShapeError(f"{name}: expected innermost stride 1, got {tensor.stride()}")
+    if not x.shape[0]:
+        return
+    if x.is_cuda:
+        from rose_backend.kernels.linear.adapters import add_adapters as launch
+
+        launch(given, adapters, rows, out, alternating=alternating)
+        return
+    for slot in range(lora_a[0].shape[0]):
+        own = rows.rows[rows.slots == slot]
+        if not len(own):
+            continue
+        wide = normed_of(given)[own]
+        slices = [
+            (wide @ a[slot].float().t()).to(x.dtype).float() @ b[slot].float().t()
+            for a, b in zip(lora_a, lora_b, strict=True)
+        ]
+        added = torch.stack(slices, 2).flatten(1) if alternating else torch.cat(slices, 1)
+        out[own] = (out[own].float() + added).to(out.dtype)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -32,7 +34,16 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.sequence import IntermediateTensors
 
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import HeadRotation, PackedLinear, PackedNorm, embed_tokens, empty_rows
+from rose_backend.kernels import (
+    AdapterRows,
+    Adapters,
+    HeadRotation,
+    PackedLinear,
+    PackedNorm,
+    adapter_rows,
+    embed_tokens,
+    empty_rows,
+)
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -60,7 +71,7 @@ class LoadedLayer:
 
     def __init__(self, layer: Any, *, packs: bool, keep: Keep) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._attention = attention
+        self._attention, self._mlp = attention, mlp
         self._products = [
             RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj)
             for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -73,7 +84,12 @@ class LoadedLayer:
 
     def read(self) -> DecoderLayer:
         """Return the layer. Later updates write to its tensors."""
-        qkv, attn_out, gate_up, down = [product.read() for product in self._products]
+        attention, mlp = self._attention, self._mlp
+        modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        qkv, attn_out, gate_up, down = [
+            replace(product.read(), adapters=_adapters_of(module))
+            for product, module in zip(self._products, modules, strict=True)
+        ]
         attn_norm, mlp_norm = [norm.read() for norm in self._norms]
         query_norm, key_norm = (getattr(self._attention, name, None) for name in ("q_norm", "k_norm"))
         return DecoderLayer(
@@ -85,6 +101,14 @@ class LoadedLayer:
             None if query_norm is None else query_norm.weight.data,
             None if key_norm is None else key_norm.weight.data,
         )
+
+
+def _adapters_of(module: Any) -> Adapters | None:
+    """Return the adapters of a linear module that vLLM has wrapped, which it fills in place; None of another one."""
+    if not isinstance(module, BaseLinearLayerWithLoRA):
+        return None
+    stacked = (module.lora_a_stacked, module.lora_b_stacked)
+    return Adapters(*(tuple(each[:, 0] for each in slices) for slices in stacked))
 
 
 class LoadedNorm:
@@ -327,6 +351,7 @@ class RoseDecoder:
         if packs:
             self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
+        self._has_adapters = False
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         for index, attention in enumerate(self._attention):
             attention.impl.after_loading = partial(self._update_layer, index)
@@ -346,6 +371,23 @@ class RoseDecoder:
         for index in range(len(self._loaded)):
             self._update_layer(index)
 
+    def _adapter_rows(self, num_tokens: int) -> AdapterRows | None:
+        """Return which adapter each token of the step has; None if none has one."""
+        manager: Any = getattr(self, "lora_manager", None)
+        if manager is None:
+            return None
+        if not self._has_adapters:
+            # vLLM wraps the modules of a loaded model.
+            self._has_adapters = True
+            self.take_moved_weights()
+        mapping = manager.punica_wrapper_mapping[DEFAULT_LANGUAGE_WRAPPER_KEY]
+        kernel_meta = getattr(mapping, "token_mapping_meta", None)
+        # On a GPU; vLLM captures graphs of steps without adapters so, too.
+        if kernel_meta is not None and kernel_meta.no_lora_flag_cpu:
+            return None
+        # Rows of padding have what was there before.
+        return adapter_rows(mapping._token_lora_indices[:num_tokens])
+
     def forward(
         self,
         input_ids: torch.Tensor | None,  # [T] int32 or int64
@@ -356,6 +398,7 @@ class RoseDecoder:
         """Return the hidden states after the final norm, [T, E]."""
         model, norm_input = self.model, None
         wait_for_kernels(*_PROFILED_KERNELS)
+        rows = self._adapter_rows(len(positions))
         impl = self._attention[0].impl
         num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
         # Before the embedding, which overlaps nothing.
@@ -374,10 +417,11 @@ class RoseDecoder:
             mlp=ResidualStream.silu_mlp,
             rotations=self._rotations,
             all_reduce=self._all_reduce,
+            adapter_rows=rows,
         )
         if inputs_embeds is not None:
             hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
-        elif self._all_reduce is not None:
+        elif self._all_reduce is not None or rows is not None:
             hidden = model.embed_input_ids(input_ids)
         else:
             assert input_ids is not None, "the first stage has token ids or embeddings"

@@ -119,7 +119,6 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     transfer = getattr(vllm_config.weight_transfer_config, "backend", None)
     reasons = {
         "quantized weights": vllm_config.quant_config is not None or model_config.quantization is not None,
-        "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "dual batch overlap": parallel_config.enable_dbo,
         "drafts": vllm_config.speculative_config is not None,
@@ -132,9 +131,26 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     }
     return (
         first_reason(reasons)
+        or _why_adapters_differ(vllm_config)
         or _why_config_differs(model_config.hf_text_config)
         or _why_steps_are_compiled(vllm_config)
     )
+
+
+def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
+    """Return what LoRA adapters have that Rose's layers do not; None if nothing, or if there are none."""
+    lora, dtype = vllm_config.lora_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if lora is None:
+        return None
+    reasons = {
+        "LoRA in another dtype": str(lora.lora_dtype).removeprefix("torch.") not in ("None", "auto", dtype),
+        "--fully-sharded-loras": lora.fully_sharded_loras,
+        # Not tried.
+        "LoRA of more than 8 adapters at once": lora.max_loras > 8,
+        "LoRA of ranks above 64": lora.max_lora_rank > 64,
+        "LoRA with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+    }
+    return first_reason(reasons)
 
 
 def _why_config_differs(fields: Any) -> str | None:

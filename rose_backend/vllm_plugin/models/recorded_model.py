@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.block_table import get_block_table_width
 
-from rose_backend.kernels import HeadRotation, embed_tokens
+from rose_backend.kernels import AdapterRows, Adapters, HeadRotation, adapter_rows, embed_tokens
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.pointwise import ops
 from rose_backend.kernels.tuning.choices import decode_kind, row_counts
@@ -200,6 +200,7 @@ class RecordedDecoder:
     def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
         model, self._switches = vllm_config.model_config, rose_options(vllm_config)
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        self._has_adapters = vllm_config.lora_config is not None
         decoder = recorded_layer(vllm_config, layer)
         self._final_norm = decoder.attn_norm
         if not self._has_ranks and packs_layers(self._switches, _META):
@@ -214,6 +215,11 @@ class RecordedDecoder:
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
         """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
+        slots = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=_META)
+        for rows in (None, adapter_rows(slots)) if self._has_adapters else (None,):
+            self._run(metadata, rows)
+
+    def _run(self, metadata: RoseAttentionMetadata, rows: AdapterRows | None) -> None:
         num_tokens, layer = metadata.num_actual_tokens, self._layer
         layers = [self._decoder] * (2 if metadata.decodes_only else 1)
         input_ids = torch.empty(num_tokens, dtype=torch.int32, device=_META)
@@ -228,6 +234,7 @@ class RecordedDecoder:
             mlp=ResidualStream.silu_mlp,
             rotations=[self._rotation] * len(layers),
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
+            adapter_rows=rows,
         )
         self._attention.metadata = metadata
         first_norm = decoder.first_norm(num_tokens, self._attention)
@@ -250,17 +257,26 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=model.dtype, device=_META)
 
-    def linear(fan_in: int, fan_out: int, bias: bool) -> Linear:
-        return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None)
+    lora = vllm_config.lora_config
+
+    def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
+        adapters, fan_out = None, sum(widths)
+        if lora is not None:
+            slots, rank = lora.max_loras, lora.max_lora_rank
+            adapters = Adapters(
+                tuple(empty(slots, rank, fan_in) for _ in widths),
+                tuple(empty(slots, width, rank) for width in widths),
+            )
+        return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
     head_norm = empty(size) if model.architecture == "Qwen3ForCausalLM" else None
     return DecoderLayer(
         norm,
-        linear(width, (heads + 2 * kv_heads) * size, has_qkv_bias),
-        linear(heads * size, width, has_bias and is_llama),
+        linear(width, has_qkv_bias, heads * size, kv_heads * size, kv_heads * size),
+        linear(heads * size, has_bias and is_llama, width),
         norm,
-        Mlp(linear(width, 2 * inner, has_mlp_bias), linear(inner, width, has_mlp_bias)),
+        Mlp(linear(width, has_mlp_bias, inner, inner), linear(inner, has_mlp_bias, width)),
         head_norm,
         head_norm,
     )
