@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,7 @@ class EngineCore:
         self._build(loaded, output_handler or OutputHandler(self._outputs.put))
         weakref.finalize(self, self._output_thread.stop)  # in case close is never called
         self._requests: dict[str, Request] = {}
-        self._compiling: set[Request] = set()
+        self._compiling: dict[Request, Future[None]] = {}
         self._refused: list[tuple[str, RequestError]] = []
         # Of outputs, made in advance, while the device is busy: many requests may end at once. A stream needs its list
         # with the first token.
@@ -179,8 +180,8 @@ class EngineCore:
             self._without_prompt_list.append(request)
         self._is_stalled = False
         if has_grammar and not self._returns_outputs:
-            self._compiling.add(request)
-            self.grammars.start(request.params, partial(self._output_thread.report_compiled, request))
+            report = partial(self._output_thread.report_compiled, request)
+            self._compiling[request] = self.grammars.start(request.params, report)
         else:
             self._scheduler.waiting.append(request.completions[0])
 
@@ -195,7 +196,8 @@ class EngineCore:
             if not completion.has_ended and completion in self._scheduler.waiting:
                 self._scheduler.waiting.remove(completion)
             completion.has_ended = True
-        self._compiling.discard(request)
+        if (compilation := self._compiling.pop(request, None)) is not None:
+            compilation.cancel()
         self._reader.forget(completions)
         slots = [completion.slot for completion in completions if completion.slot >= 0]
         if slots:
@@ -401,7 +403,7 @@ class EngineCore:
     def _take_compiled(self, request: Request, outcome: Grammar | RequestError) -> None:
         if request not in self._compiling:  # aborted meanwhile
             return
-        self._compiling.remove(request)
+        del self._compiling[request]
         if isinstance(outcome, RequestError):
             self._refused.append((request.request_id, outcome))
             self._forget([request.request_id])

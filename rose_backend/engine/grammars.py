@@ -1,13 +1,15 @@
 """Grammars of structured outputs: compiled by a thread, followed token by token, and asked what may be drawn next.
 
-llguidance does all three. A mask is computed when it is needed, within limits, so that compiling takes milliseconds and
-no grammar can keep a step waiting for long.
+llguidance does all three. A mask is computed when it is needed, so that compiling takes milliseconds. A grammar that
+takes long to follow a token, as an ambiguous one does behind some hundred, ends its own completion: all others wait for
+it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +28,12 @@ _MAX_CACHED = 32
 _NUM_COMPILERS = 2
 _MAX_MASK_THREADS = 8
 _MAX_LEXER_STATES, _MAX_GRAMMAR_SIZE = 50_000, 200_000
-"""A fifth and two of llguidance's own limits: 100 MB for each completion at worst."""
+"""A fifth and two of llguidance's own limits."""
+_MAX_FOLLOW_S = 0.02
+"""Of the CPU's time that one grammar may take to follow what was drawn in a step: JSON takes at most 1 ms a token. It
+holds the interpreter lock, and the step waits."""
+_MAX_STEP_S, _LONG_FOLLOW_S = 0.05, 0.005
+"""Of all grammars of a step together; beyond, the slowest of those that take long end."""
 _MAX_ERROR_LENGTH = 300
 
 
@@ -70,16 +77,24 @@ class Grammar:
                 self._matcher.consume_token(token_id)
         return self._matcher
 
+    def give_up(self, reason: str) -> None:
+        """Let no token be drawn any more."""
+        self.error = f"{_field(self._params)}: its grammar cannot go on ({reason})"
+
     def finish(self, mask: NDArray[np.uint32]) -> None:
         """Allow and forbid stop tokens in the matcher's mask; forbid everything where it cannot go on."""
-        matcher, params = self._matcher, self._params
+        matcher, stops = self._matcher, self._params.stop_token_ids or ()
         if matcher.is_error():
-            self.error = f"{_field(params)}: its grammar cannot go on ({_short(matcher.get_error())})"
+            self.give_up(_short(matcher.get_error()))
             mask[:] = 0
             return
-        stops = params.stop_token_ids or ()
         if stops and matcher.is_accepting():
             _set(mask, stops, True)
+        self.forbid_early_ends(mask)
+
+    def forbid_early_ends(self, mask: NDArray[np.uint32]) -> None:
+        """Forbid what would end a text before its ``min_tokens``, unless it can only end."""
+        params, stops = self._params, self._params.stop_token_ids or ()
         if self.num_tokens < params.min_tokens:
             longer = mask.copy()
             _set(longer, (*stops, *(() if params.ignore_eos else self._eos_token_ids)), False)
@@ -110,8 +125,8 @@ class GrammarCompiler:
         """Begin to index the vocabulary, which would stop streams for some tenths of a second later."""
         return self._threads.submit(self._prepared)
 
-    def start(self, params: SamplingParams, done: Callable[[Grammar | RequestError], None]) -> None:
-        """Compile in a thread, which calls ``done``."""
+    def start(self, params: SamplingParams, done: Callable[[Grammar | RequestError], None]) -> Future[None]:
+        """Compile in a thread, which calls ``done``, unless what is returned is canceled before it begins."""
 
         def compile_one() -> None:
             try:
@@ -122,7 +137,7 @@ class GrammarCompiler:
                 outcome = RequestError(f"{_field(params)}: {kind_and_text(error)}", parameter=_field(params))
             done(outcome)
 
-        self._threads.submit(compile_one)
+        return self._threads.submit(compile_one)
 
     def compile(self, params: SamplingParams) -> Grammar:
         """Return a grammar that has followed nothing.
@@ -224,10 +239,13 @@ class GrammarMasks:
         """
         masks = np.zeros((len(grammars), self.num_words), np.int32)
         matchers = []
-        for index, (grammar, new) in enumerate(zip(grammars, token_ids, strict=True)):
-            matcher = grammar.follow(new)
+        for index, matcher in enumerate(_follow_all(grammars, token_ids)):
+            grammar = grammars[index]
+            if grammar.error is not None:
+                continue
             if matcher is None:
                 masks[index] = -1
+                grammar.forbid_early_ends(masks[index].view(np.uint32))
             else:
                 matchers.append((matcher, index))
         if matchers:
@@ -244,6 +262,23 @@ class GrammarMasks:
             self._executor = LLExecutor(min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0))))
         # Without the interpreter lock, and side by side.
         fill_next_token_bitmask_par(self._executor, matchers, masks)
+
+
+def _follow_all(grammars: list[Grammar], token_ids: list[list[int]]) -> list[Any | None]:
+    """Let each grammar follow its tokens; those that take too long give up. Return what ``follow`` returns."""
+    matchers, times = [], []
+    for grammar, new in zip(grammars, token_ids, strict=True):
+        start = time.thread_time()
+        matchers.append(grammar.follow(new))
+        # Not what is waited for: a busy machine ends no grammar.
+        times.append((time.thread_time() - start if new else 0.0, grammar))
+    total = sum(seconds for seconds, _ in times)
+    for seconds, grammar in sorted(times, key=lambda each: -each[0]):
+        if seconds <= _LONG_FOLLOW_S or (seconds <= _MAX_FOLLOW_S and total <= _MAX_STEP_S):
+            break
+        grammar.give_up("following it takes too long")
+        total -= seconds
+    return matchers
 
 
 def _set(mask: NDArray[np.uint32], token_ids: Sequence[int], allowed: bool) -> None:

@@ -12,6 +12,8 @@ from rose_backend.models.config import ModelConfig
 
 _GIB = 1 << 30
 _GPU_SLACK_BYTES = 256 << 20
+_PROCESSOR_BYTES = 26 << 10
+"""Of a request slot; see ``ProcessorTables``."""
 """Library workspaces, kernels, graphs themselves, and what the caching allocator cannot reuse."""
 
 
@@ -74,14 +76,16 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
     each: float32 raw, scaled, sorted and of captured steps, and int64 indices. Prompt masks and output counts for
     penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With float8
-    weights, the part of one that is written in half precision, and another for prompts beside decodes. Plus 256 MiB.
+    weights, the part of one that is written in half precision, and another for prompts beside decodes. Of each request
+    slot bitmasks of a grammar and of logits processors, and their tables. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
     num_rows = min(config.max_num_seqs, config.token_budget)
     logits = num_rows * model.vocab_size * 24
     penalties = (config.max_num_seqs + num_rows) * model.vocab_size * 5
     float8 = 2 * constants("float8 products")["bytes"] if model.quantization is not None else 0
-    return hidden + logits + penalties + float8 + _GPU_SLACK_BYTES
+    processors = config.max_num_seqs * (_PROCESSOR_BYTES + model.vocab_size // 4)
+    return hidden + logits + penalties + float8 + processors + _GPU_SLACK_BYTES
 
 
 def allocate_kv_cache(

@@ -5,9 +5,13 @@ Names and meaning are vLLM's. Everything that needs no tokenizer is checked here
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from rose_backend.errors import RequestError
@@ -20,11 +24,15 @@ MAX_SCHEMA_VALUES = 16_384
 """In it: looking at each takes a microsecond."""
 MAX_SCHEMA_COUNT = 10_000
 """Of items and properties that a schema asks for: beyond, compiling some schemas takes seconds and gigabytes."""
+MAX_SCHEMA_MULTIPLE = 10_000
+"""Of ``multipleOf`` without its decimal point: an automaton has so many states. Of several the sum, or the product
+where schemas are combined."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are no schemas."""
+_DIRECTIVES = ("%json", "%llguidance")
 _COMBINING = ("allOf", "anyOf", "oneOf", "if", "$ref", "unevaluatedProperties")
 """Keywords that may allow properties which the schema itself does not list."""
 
@@ -72,6 +80,10 @@ class StructuredOutputsParams:
             raise _refusal("json_object", repr(self.json_object), "true, or another field instead")
         _check_text("regex", self.regex)
         _check_text("grammar", self.grammar)
+        for name in _DIRECTIVES if isinstance(self.grammar, str) else ():
+            if name in str(self.grammar):
+                # A schema in it would not be checked.
+                raise _refusal("grammar", f"{name} in one, which is not supported", "rules alone")
         if self.grammar is not None and not self.grammar.strip():
             raise _refusal("grammar", "an empty text", "a grammar")
         # As text and tuple the parameters can be a key, and cost little to send to the engine process.
@@ -92,6 +104,12 @@ class StructuredOutputsParams:
             if name not in valid:
                 raise _refusal("", f"a field {name!r}", ", ".join(valid))
         return cls(**options)
+
+    def behind(self, token_id: int) -> StructuredOutputsParams:
+        """Return the same for a text that begins after a token. Nothing is checked again, which would take long."""
+        other = copy.copy(self)
+        object.__setattr__(other, "begins_after", token_id)
+        return other
 
     @property
     def field(self) -> str:
@@ -141,11 +159,17 @@ def _checked_schema(value: object) -> str:
             raise _refusal("json", f"a text that is no JSON ({error})", "a JSON schema") from error
     if not isinstance(value, Mapping):
         raise _refusal("json", type(value).__name__, "a JSON schema: an object, or one as text")
-    num_values = 1
+    num_values, num_characters = 1, 0
+    multiples, is_combined = [0], False
     waiting: list[tuple[Any, int]] = [(value, 1)]
     while waiting:
         part, depth = waiting.pop()
+        if not part:
+            continue
         num_values += len(part)
+        num_characters += sum(len(each) for each in _all_of(part) if isinstance(each, str))
+        if num_characters > MAX_GRAMMAR_LENGTH:
+            raise _refusal("json", f"{num_characters} characters and more", f"at most {MAX_GRAMMAR_LENGTH}")
         if depth > MAX_SCHEMA_DEPTH or num_values > MAX_SCHEMA_VALUES:
             most = f"{MAX_SCHEMA_DEPTH} levels and {MAX_SCHEMA_VALUES} values"
             raise _refusal("json", "more of one", f"a schema of at most {most}")
@@ -153,14 +177,38 @@ def _checked_schema(value: object) -> str:
             count = part.get(name) if isinstance(part, Mapping) else None
             if isinstance(count, (int, float)) and count > MAX_SCHEMA_COUNT:
                 raise _refusal("json", f"{name} of more than that", f"a count of at most {MAX_SCHEMA_COUNT}")
+        if isinstance(part, Mapping):
+            is_combined |= any(name in part for name in ("allOf", "if", "$ref"))
+            multiples.append(_multiple_of(part))
         values = part.values() if isinstance(part, Mapping) else part
         waiting.extend((each, depth + 1) for each in values if isinstance(each, (Mapping, list, tuple)))
+    multiples = [each for each in multiples if each > 1]
+    if (math.prod(multiples) if is_combined else sum(multiples)) > MAX_SCHEMA_MULTIPLE:
+        allowed = f"digits of a number of at most {MAX_SCHEMA_MULTIPLE}, of all together"
+        raise _refusal("json", "multipleOf of more than that", allowed)
     try:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
         raise _refusal("json", f"a value that JSON lacks ({error})", "a JSON schema") from error
     _check_text("json", text)
     return text
+
+
+def _all_of(part: Any) -> Iterator[Any]:
+    """Return an iterator over keys and values of an object, or over the values of a list."""
+    return itertools.chain(part, part.values()) if isinstance(part, Mapping) else iter(part)
+
+
+def _multiple_of(part: Mapping[Any, Any]) -> int:
+    """Return the number ``multipleOf`` without its decimal point; 0 where there is none."""
+    number = part.get("multipleOf")
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        return 0
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    # More zeros than that are too many anyway.
+    return int("".join(map(str, digits[:20]))) * int(
+        10 ** min(max(int(exponent), 0) + max(len(digits) - 20, 0), 20)
+    )
 
 
 def _checked_choices(choices: object) -> tuple[str, ...]:

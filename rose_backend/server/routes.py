@@ -375,7 +375,7 @@ def after_reasoning(
             body.grammar_field,
             f"got one beside --reasoning-parser for a model without a token {END_OF_REASONING}, allowed is none",
         )
-    return replace(structured, begins_after=token_ids[0])
+    return structured.behind(token_ids[0])
 
 
 def parser_of(

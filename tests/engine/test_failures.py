@@ -32,13 +32,13 @@ def break_device(core: EngineCore, where: str) -> None:
     owners: dict[str, Any] = {
         "forward": core._runner,
         "sample": core._runner,
-        "run": core._runner.decoder._graphs,
+        "run_parts": core._runner.decoder._graphs,
         "_wait": core._pipeline,
     }
     setattr(owners[where], where, fail)
 
 
-@pytest.mark.parametrize("where", ["forward", "sample", "run", "_wait"])
+@pytest.mark.parametrize("where", ["forward", "sample", "run_parts", "_wait"])
 def test_a_failed_device_call_is_reported_once_with_step_and_requests(
     make_llm: Callable[..., LLM], where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,7 +68,8 @@ def test_gpu_pool_leaves_room_for_what_is_used_and_for_a_step(monkeypatch: pytes
     options: dict[str, Any] = {"max_num_seqs": 10_000, "max_num_batched_tokens": 4096}
     reserve = gpu_reserve_bytes(EngineConfig(model="m", **options), GPT2_124M)
     logits, penalties = 4096 * 512 * 24, (10_000 + 4096) * 512 * 5
-    assert reserve == 2 * 4096 * 768 * 11 * 2 + logits + penalties + (256 << 20)
+    processors = 10_000 * ((26 << 10) + 512 // 4)
+    assert reserve == 2 * 4096 * 768 * 11 * 2 + logits + penalties + processors + (256 << 20)
     quantized = replace(GPT2_124M, quantization=Quantization("rows", "weight_scale"))
     assert gpu_reserve_bytes(EngineConfig(model="m", **options), quantized) == reserve + (64 << 20)
     expected = (int(total * 0.5) - (total - free) - reserve) // block_bytes(GPT2_124M, 16)

@@ -18,12 +18,13 @@ import pytest
 from rose_backend import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rose_backend.engine import grammars
 from rose_backend.engine.core import EngineCore
-from rose_backend.engine.grammars import Grammar, GrammarCompiler
+from rose_backend.engine.grammars import Grammar, GrammarCompiler, GrammarMasks
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.errors import RequestError
 from tests.engine.conftest import keeps_serving
 from tests.engine.test_sampling_extras import make_ahead  # noqa: F401  # a fixture
 from tests.support.crowd import crowd, tokens_of
+from tests.support.patience import HANG_S
 from tests.support.reference_generation import reference_logits
 
 EOS = 2559
@@ -246,6 +247,26 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "schema too large",
     ),
+    "a large multiple": (
+        {"json": {"type": "integer", "multipleOf": 999_983}},
+        "multipleOf of more than that",
+    ),
+    "a fine multiple": ({"json": {"type": "number", "multipleOf": 1.00001}}, "multipleOf of more than that"),
+    "a long multiple": ({"json": {"type": "number", "multipleOf": 1e300}}, "multipleOf of more than that"),
+    "many multiples": (
+        {"json": {"properties": {str(n): {"type": "integer", "multipleOf": 5001} for n in range(2)}}},
+        "multipleOf of more than that",
+    ),
+    "multiples of both": (
+        {"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991)]}},
+        "multipleOf of more than that",
+    ),
+    "a schema in a grammar": ({"grammar": 'start: %json {"type": "null"}'}, "got %json in one"),
+    "options in a grammar": ({"grammar": '%llguidance {}\nstart: "a"'}, "got %llguidance in one"),
+    "long names": (
+        {"json": {"properties": {"a" * 70_000: {}}}},
+        "characters and more, allowed is at most 65536",
+    ),
     "many values": ({"json": {"enum": [0] * 16_384}}, "at most 64 levels and 16384 values"),
     "structural tag": ({"structural_tag": "{}"}, "structured_outputs.structural_tag: .* not supported"),
     "whitespace": (
@@ -292,6 +313,69 @@ def _failing(finish: Callable[..., None], after: int) -> Callable[..., None]:
         finish(self, mask)
 
     return run
+
+
+def test_a_grammar_that_takes_long_to_follow_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ambiguous without end: the time for a token grows with the cube of the text."""
+    wanted = StructuredOutputsParams(grammar="start: s\ns: s s | s s s | /[a-z0-9 ]/")
+    endless = SamplingParams(max_tokens=400, seed=1, structured_outputs=wanted)
+    free = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate("Once", free)[0].outputs[0].token_ids
+    # Of a CPU's time; JSON takes far less, on any machine.
+    monkeypatch.setattr(grammars, "_MAX_FOLLOW_S", 0.2)
+    with keeps_serving(llm):
+        (broken,), (other,), (json_object,) = (
+            each.outputs for each in llm.generate(["The", "Once", "The"], [endless, free, structured("json")])
+        )
+    assert other.token_ids == expected and is_of_schema(json_object.text)
+    assert broken.finish_reason == "error" and len(broken.token_ids) < 400
+    assert (
+        broken.stop_reason
+        == "structured_outputs.grammar: its grammar cannot go on (following it takes too long)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([0.001] * 100, []),
+        ([0.021, 0.001], [0]),
+        ([0.004] * 20, []),
+        ([0.019, 0.018, 0.004, 0.017], [0]),
+        ([0.019, 0.018, 0.019, 0.018], [0, 2]),
+    ],
+)
+def test_the_slowest_grammars_of_a_step_give_up(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], expected: list[int]
+) -> None:
+    now = 0.0
+
+    class Slow:
+        error = None
+
+        def __init__(self, takes: float) -> None:
+            self.takes = takes
+
+        def follow(self, token_ids: list[int]) -> None:
+            nonlocal now
+            now += self.takes
+
+        def give_up(self, reason: str) -> None:
+            self.error = reason
+
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: now)
+    slow = [Slow(takes) for takes in seconds]
+    grammars._follow_all(slow, [[1]] * len(slow))  # type: ignore[arg-type]
+    assert [index for index, each in enumerate(slow) if each.error is not None] == expected
+
+
+def test_min_tokens_holds_while_an_answer_reasons(llm: LLM) -> None:
+    wanted = StructuredOutputsParams(choice=["xyz"], begins_after=5)
+    (matcher,) = GrammarMasks(2560).fill(
+        [llm.core.grammars.compile(SamplingParams(min_tokens=3, structured_outputs=wanted))], [[9, 9]]
+    )
+    mask = matcher.view(np.uint32)
+    assert not mask[EOS >> 5] >> np.uint32(EOS & 31) & 1 and mask[0] == 0xFFFFFFFF
 
 
 def test_few_compiled_grammars_are_kept(
@@ -353,6 +437,26 @@ def streams(make_llm: Callable[..., LLM]) -> Any:
     yield streams
     streams.core.check_integrity()
     streams.core.close()
+
+
+def test_an_aborted_request_is_not_compiled(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_compile, compiled = threading.Event(), []
+    original = GrammarCompiler.compile
+
+    def compile_late(self: GrammarCompiler, params: SamplingParams) -> Grammar:
+        assert may_compile.wait(HANG_S)
+        compiled.append(params.seed)
+        return original(self, params)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
+    for number in range(6):
+        streams.add(**{f"r{number}": structured("choice", seed=number)})
+    for number in (3, 5):
+        assert streams.core.end(f"r{number}")
+    may_compile.set()
+    streams.run_until(lambda: {"r0", "r1", "r2", "r4"} <= set(streams.finished))
+    # Two threads had begun with the first ones.
+    assert sorted(compiled) == [0, 1, 2, 4]
 
 
 def test_others_go_on_while_a_grammar_is_compiled(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
