@@ -89,7 +89,7 @@ def serve(path: Path, body: Callable[[AsyncEngine], Awaitable[None]], **options:
     asyncio.run(limited())
 
 
-@pytest.mark.parametrize("where", ["run", "_wait"])
+@pytest.mark.parametrize("where", ["run_parts", "_wait"])
 def test_a_failed_device_call_ends_streams_that_run_and_that_wait(tiny_model_path: Path, where: str) -> None:
     async def body(engine: AsyncEngine) -> None:
         core = engine._core
