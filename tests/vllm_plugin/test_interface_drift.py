@@ -754,6 +754,7 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
         "_update_layer",
         "take_moved_weights",
         "_adapter_rows",
+        "lora_manager",
     }
     assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
 

@@ -351,7 +351,7 @@ class RoseDecoder:
         if packs:
             self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
-        self._has_adapters = False
+        self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         for index, attention in enumerate(self._attention):
             attention.impl.after_loading = partial(self._update_layer, index)
@@ -371,16 +371,22 @@ class RoseDecoder:
         for index in range(len(self._loaded)):
             self._update_layer(index)
 
+    @property
+    def lora_manager(self) -> Any:
+        """vLLM's ``LoRAModelManager``; None without LoRA."""
+        return self._lora_manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: Any) -> None:
+        self._lora_manager = manager
+        # vLLM has wrapped the linear modules of the loaded model then.
+        self.take_moved_weights()
+
     def _adapter_rows(self, num_tokens: int) -> AdapterRows | None:
         """Return which adapter each token of the step has; None if none has one."""
-        manager: Any = getattr(self, "lora_manager", None)
-        if manager is None:
+        if self._lora_manager is None:
             return None
-        if not self._has_adapters:
-            # vLLM wraps the modules of a loaded model.
-            self._has_adapters = True
-            self.take_moved_weights()
-        mapping = manager.punica_wrapper_mapping[DEFAULT_LANGUAGE_WRAPPER_KEY]
+        mapping = self._lora_manager.punica_wrapper_mapping[DEFAULT_LANGUAGE_WRAPPER_KEY]
         kernel_meta = getattr(mapping, "token_mapping_meta", None)
         # On a GPU; vLLM captures graphs of steps without adapters so, too.
         if kernel_meta is not None and kernel_meta.no_lora_flag_cpu:
