@@ -6,7 +6,7 @@ and a few numbers of their request: logits processors, penalties, log-probabilit
 without any of these. Where a request needs one, another part draws again from the same logits and replaces the tokens
 of such requests. Other steps pay nothing, and run-ahead is the same for all.
 
-Requests with a grammar have a part of their own before that one, which masks their logits. It needs the tokens of the
+For requests with a grammar, another part runs before that one and masks their logits. It needs the tokens of the
 steps before on the CPU: the host waits for them, and fills the masks, while the device computes the layers.
 """
 

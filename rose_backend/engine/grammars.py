@@ -1,8 +1,8 @@
 """Grammars of structured outputs: compiled by a thread, followed token by token, and asked what may be drawn next.
 
-llguidance does all three. A mask is computed when it is needed, so that compiling takes milliseconds. A grammar that
-takes long to follow a token, as an ambiguous one does behind some hundred, ends its own completion: all others wait for
-it.
+llguidance does all three. A mask is computed when it is needed, so that compiling takes milliseconds. Other requests
+wait while a grammar follows a token. So one that takes too long, as a highly ambiguous one does after a few hundred
+tokens, ends its own completion.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ MAX_SCHEMA_VALUES = 16_384
 MAX_SCHEMA_COUNT = 10_000
 """Of items and properties that a schema asks for: beyond, compiling some schemas takes seconds and gigabytes."""
 MAX_SCHEMA_MULTIPLE = 10_000
-"""Of ``multipleOf`` without its decimal point: an automaton has so many states. Of several the sum, or the product
-where schemas are combined."""
+"""Largest ``multipleOf``, ignoring the decimal point: its automaton has that many states. For several it limits their
+sum, or their product where schemas are combined."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -105,8 +105,8 @@ class StructuredOutputsParams:
                 raise _refusal("", f"a field {name!r}", ", ".join(valid))
         return cls(**options)
 
-    def behind(self, token_id: int) -> StructuredOutputsParams:
-        """Return the same for a text that begins after a token. Nothing is checked again, which would take long."""
+    def starting_after(self, token_id: int) -> StructuredOutputsParams:
+        """Return the same for a text that starts after a token, without checking again what has been checked."""
         other = copy.copy(self)
         object.__setattr__(other, "begins_after", token_id)
         return other

@@ -532,7 +532,7 @@ class Adapters:
     """The adapters in the LoRA slots of a linear layer, which has one to three slices, such as query, key and value."""
 
     lora_a: tuple[torch.Tensor, ...]
-    """Of each slice, [U, Z, E] contiguous: zeros where an adapter has nothing, and behind its rank."""
+    """Of each slice, [U, Z, E] contiguous: zeros where an adapter has no weights, and past its rank."""
     lora_b: tuple[torch.Tensor, ...]
     """Of each slice, [U, O, Z] contiguous, with the adapter's scale."""
 
@@ -543,7 +543,7 @@ class AdapterRows(NamedTuple):
     rows: torch.Tensor
     """[T] int64: all rows."""
     slots: torch.Tensor
-    """[T] int64, rising: the LoRA slot of each of these rows. A number that is no slot stands for no adapter."""
+    """[T] int64, rising: the LoRA slot of each of these rows. Any other number means no adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

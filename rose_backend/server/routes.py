@@ -364,7 +364,7 @@ def answer_reasons(body: ChatCompletionRequest, service: Service, conversation: 
 def after_reasoning(
     structured: StructuredOutputsParams, body: ChatCompletionRequest, processor: InputProcessor
 ) -> StructuredOutputsParams:
-    """Let the structured text begin behind the reasoning.
+    """Let the structured text start after the reasoning.
 
     Raises:
         RequestError: the model has no token for its end.
@@ -375,7 +375,7 @@ def after_reasoning(
             body.grammar_field,
             f"got one beside --reasoning-parser for a model without a token {END_OF_REASONING}, allowed is none",
         )
-    return structured.behind(token_ids[0])
+    return structured.starting_after(token_ids[0])
 
 
 def parser_of(

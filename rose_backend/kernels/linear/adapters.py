@@ -136,7 +136,7 @@ def _adapters_expand_kernel(
     """One program per tile of rows, slice, and ``BLOCK_N`` of its columns.
 
     Args:
-        ALTERNATING: a column of the first slice, one of the second, and so on; else one slice is behind the other.
+        ALTERNATING: columns of the slices take turns; else the slices follow one another.
     """
     numbers = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     index = tl.program_id(1)
