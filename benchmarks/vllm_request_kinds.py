@@ -5,9 +5,10 @@
 With --adapters, requests have so many LoRA adapters in turns, of --adapter-rank and with random weights, that adapt all
 products of the layers (Llama's and Qwen's shapes).
 
-Each start of each backend is a process of its own; backends take turns. It decodes batches in which all requests, or
-one of them, ask for something, and times the engine's steps: scheduling, the model, sampling and what becomes of the
-tokens, without the front end. A ratio is to the plain step of the same start.
+Each start of each backend is a process of its own; backends take turns, with --start-at-once after all have started.
+It decodes batches in which all requests, or one of them, ask for something, and times the engine's steps: scheduling,
+the model, sampling and what becomes of the tokens, without the front end. A ratio is to the plain step of the same
+start.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reports.engines import PLAIN, request_kinds_table
 from benchmarks.reports.text import publish
-from benchmarks.support.checkpoint import checkpoint, model_facts, write_adapters
+from benchmarks.support.checkpoint import checkpoint, model_facts, one_checkpoint, write_adapters
 from benchmarks.support.cli import DEFAULT, at_least, new_parser
 from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
 from benchmarks.support.run_facts import device_name, run_facts
@@ -109,8 +111,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             adapters = write_adapters(model, Path(folder), options.adapters, options.adapter_rank)
             lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": options.adapter_rank}
             # What is given goes over it.
-            options.engine_options.insert(0, (options.backend, json.dumps(lora)))
+            options.engine_options = [(options.backend, json.dumps(lora)), *options.engine_options]
         engine = Engine(options, model, model_facts(model))
+        wait_for_turn(options)
         if adapters:
             from vllm.lora.request import LoRARequest
 
@@ -148,6 +151,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--adapters", type=at_least(0), default=0, help=f"that requests have in turns {DEFAULT}"
     )
     parser.add_argument("--adapter-rank", type=int, choices=[8, 16, 32, 64], default=16, help=DEFAULT)
+    parser.add_argument(
+        "--start-at-once",
+        action="store_true",
+        help="all engines first, and time them in turns; the device must hold them all",
+    )
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one start, in a process of its own
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
@@ -162,20 +170,82 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_start(module: str, arguments: Sequence[str], backend: str) -> list[dict[str, Any]]:
-    """Return the rows of one start, of a process of its own that runs ``module``."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "rows.json")
-        command = [sys.executable, "-m", module, *arguments]
-        subprocess.run([*command, "--rows", str(path), "--backends", backend], check=True)
-        rows: list[dict[str, Any]] = json.loads(path.read_text())
+class Start:
+    """One start of one backend: a process of its own that runs ``module``, and measures when it is told so."""
+
+    def __init__(self, module: str, arguments: Sequence[str], backend: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name, "rows.json")
+        command = [sys.executable, "-m", module, *arguments, "--rows", str(self._path), "--backends", backend]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def wait_until_ready(self) -> None:
+        """Wait until its engine has started.
+
+        Raises:
+            CalledProcessError: the process has ended.
+        """
+        while not _ready(self._path).exists():
+            if self._process.poll() is not None:
+                raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+            time.sleep(0.1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Let it measure, and return the rows.
+
+        Raises:
+            CalledProcessError: the process has failed.
+        """
+        self._process.communicate(b"\n")
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        rows: list[dict[str, Any]] = json.loads(self._path.read_text())
         return rows
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _ready(rows: Path) -> Path:
+    return rows.with_suffix(".ready")
+
+
+def wait_for_turn(options: argparse.Namespace) -> None:
+    """Say that the engine has started, and wait until it is measured.
+
+    Raises:
+        EOFError: who started this process has ended.
+    """
+    _ready(options.rows).touch()
+    if not sys.stdin.readline():
+        raise EOFError("the process that would collect the figures has ended")
+
+
+def run_starts(
+    module: str, arguments: Sequence[str], backends: Sequence[str], *, at_once: bool
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each backend with the rows of its start. ``at_once``: all of them start, then measure in turns."""
+    with ExitStack() as stack:
+
+        def begin(backend: str) -> Start:
+            start = Start(module, arguments, backend)
+            stack.callback(start.close)
+            return start
+
+        begun = [begin(backend) for backend in backends] if at_once else []
+        for start in begun:
+            start.wait_until_ready()
+        for number, backend in enumerate(backends):
+            yield backend, (begun[number] if at_once else begin(backend)).rows()
 
 
 def is_one_start(
     options: argparse.Namespace, measure: Callable[[argparse.Namespace], list[dict[str, Any]]]
 ) -> bool:
-    """Whether this process is a start of one backend; if so, measure, and write the rows for ``run_start``."""
+    """Whether this process is a start of one backend; if so, measure, and write the rows for ``Start``."""
     if options.rows is None:
         return False
     (options.backend,) = options.backends
@@ -189,22 +259,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     if is_one_start(options, measure):
         return 0
-    rows = []
-    for start in range(options.starts):
-        turn = (
-            options.backends[start % len(options.backends) :]
-            + options.backends[: start % len(options.backends)]
-        )
-        for backend in turn:
-            found = run_start("benchmarks.vllm_request_kinds", arguments, backend)
-            rows += [{"start": start, "backend": backend, **row} for row in found]
+    num = len(options.backends)
+    turns = [
+        options.backends[(start + place) % num] for start in range(options.starts) for place in range(num)
+    ]
+    with one_checkpoint(options.model, options.shape, small=options.quick):
+        found = run_starts("benchmarks.vllm_request_kinds", arguments, turns, at_once=options.start_at_once)
+        rows = [
+            {"start": number // num, "backend": backend, **row}
+            for number, (backend, of_start) in enumerate(found)
+            for row in of_start
+        ]
     report = {
         "benchmark": "vllm_request_kinds",
         **run_facts(),
         "device": device_name(options.device),
         "settings": {
             "model": options.model_name,
-            **chosen(options, "dtype", "max_num_seqs", "steps", "starts", "backends", "quick"),
+            **chosen(
+                options, "dtype", "max_num_seqs", "steps", "starts", "start_at_once", "backends", "quick"
+            ),
             **(chosen(options, "adapters", "adapter_rank") if options.adapters else {}),
         },
         "rows": rows,

@@ -25,13 +25,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reports.text import grouped, markdown, publish
-from benchmarks.support.checkpoint import LLAMA_1B, LLAMA_8B, QWEN3_06B, checkpoint, model_facts
+from benchmarks.support.checkpoint import (
+    LLAMA_1B,
+    LLAMA_8B,
+    QWEN3_06B,
+    checkpoint,
+    model_facts,
+    one_checkpoint,
+)
 from benchmarks.support.cli import at_least, new_parser, set_device_defaults
 from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
 from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import RandomRequests
-from benchmarks.vllm_request_kinds import is_one_start, run_start
+from benchmarks.vllm_request_kinds import is_one_start, run_starts, wait_for_turn
 from benchmarks.vllm_step_profile import BACKENDS, Engine
 
 Weights = list[tuple[str, Any]]
@@ -233,6 +240,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with checkpoint(options.model, options.shape, small=options.quick) as model:
         facts = model_facts(model)
         engine = Engine(options, model, facts)
+        wait_for_turn(options)
         sets = read_sets(model, worker_of(engine).model_runner.device)
         scene = {
             "scene": "as loaded",
@@ -287,6 +295,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=number, help="by each entrance (default: 20)")
     parser.add_argument("--starts", type=number, help="of each backend (default: 3)")
     parser.add_argument("--entrances", nargs="+", choices=list(ENTRANCES), default=list(ENTRANCES))
+    parser.add_argument(
+        "--start-at-once",
+        action="store_true",
+        help="all engines first, and time them in turns; the device must hold them all",
+    )
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one start, in a process of its own
     add_engine_options(parser, BACKENDS)
     parser.set_defaults(shape=LLAMA_8B)
@@ -311,13 +324,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     if is_one_start(options, measure):
         return 0
-    rows = [
-        {"start": start, "backend": backend, **row}
-        for start in range(options.starts)
-        for backend in options.backends
-        for row in run_start("benchmarks.vllm_weight_updates", arguments, backend)
-    ]
-    settings = chosen(options, "dtype", "max_num_seqs", "updates", "starts", "backends", "quick")
+    with one_checkpoint(options.model, options.shape, small=options.quick):
+        rows = [
+            {"start": number // len(options.backends), "backend": backend, **row}
+            for number, (backend, of_start) in enumerate(
+                run_starts(
+                    "benchmarks.vllm_weight_updates",
+                    arguments,
+                    options.backends * options.starts,
+                    at_once=options.start_at_once,
+                )
+            )
+            for row in of_start
+        ]
+    settings = chosen(
+        options, "dtype", "max_num_seqs", "updates", "starts", "start_at_once", "backends", "quick"
+    )
     report = {
         "benchmark": "vllm_weight_updates",
         **run_facts(),

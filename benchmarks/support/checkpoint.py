@@ -92,6 +92,20 @@ def checkpoint(
         yield directory
 
 
+@contextlib.contextmanager
+def one_checkpoint(model: str | None, shape: str, *, small: bool) -> Iterator[None]:
+    """Make the checkpoint that ``checkpoint`` returns in this process and in all that it starts meanwhile."""
+    with tempfile.TemporaryDirectory() as directory:
+        is_kept = KEPT_IN in os.environ
+        os.environ.setdefault(KEPT_IN, directory)
+        try:
+            with checkpoint(model, shape, small=small):
+                yield
+        finally:
+            if not is_kept:
+                del os.environ[KEPT_IN]
+
+
 def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | None = None) -> None:
     """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
     import torch

@@ -202,11 +202,21 @@ def add_engine_options(parser: argparse.ArgumentParser, backends: Sequence[str])
             raise argparse.ArgumentTypeError(f"got {text!r}, needed is BACKEND=..., BACKEND one of {known}")
         return backend, value
 
-    several = partial(group.add_argument, action="append", default=[], type=of_backend)
-    several("--python-path", metavar="BACKEND=DIR", help="where it is installed, if not where this runs")
-    several("--env", metavar="BACKEND=NAME=VALUE", help="variable for its process; as often as needed")
+    several = partial(group.add_argument, action="append", type=of_backend)
     several(
-        "--engine-options", metavar="BACKEND=JSON", help="options in its own words, over those given here"
+        "--python-path",
+        default=[],
+        metavar="BACKEND=DIR",
+        help="where it is installed, if not where this runs",
+    )
+    several(
+        "--env", default=[], metavar="BACKEND=NAME=VALUE", help="variable for its process; as often as needed"
+    )
+    several(
+        "--engine-options",
+        default=[],
+        metavar="BACKEND=JSON",
+        help="options in its own words, over those given here",
     )
     return group
 

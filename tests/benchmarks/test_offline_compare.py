@@ -24,7 +24,8 @@ from benchmarks.reports.engines import (
     source,
 )
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.comparison import engine_options
+from benchmarks.support.cli import new_parser
+from benchmarks.support.comparison import add_engine_options, engine_options
 from benchmarks.support.engines import EngineOptions, vllm_options
 from benchmarks.support.run_facts import check_same, earlier_report, run_facts, with_runs
 from benchmarks.support.worker_pool import Engines
@@ -419,3 +420,12 @@ def test_every_report_says_which_sources_it_measured(tmp_path: Path, monkeypatch
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     digests.append(run_facts()["sources_digest"])
     assert digests[2] == digests[3] and len(set(digests)) == 4
+
+
+def test_options_of_engines_have_lists_of_their_own() -> None:
+    """What a benchmark adds to one of them is nowhere else, such as in a process's PYTHONPATH."""
+    parser = new_parser("")
+    add_engine_options(parser, ("rose",))
+    options = parser.parse_args([])
+    options.engine_options.append(("rose", "{}"))
+    assert options.python_path == options.env == []

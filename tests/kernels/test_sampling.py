@@ -43,6 +43,7 @@ from tests.support.sampling_cases import (
     make_limits,
     make_params,
     make_processors,
+    new_report,
     random_case,
     range_ends,
     rows_without_a_token,
@@ -208,13 +209,6 @@ def test_logprobs_are_the_models_own() -> None:
         for exact in (expected.sort(descending=True).values[:, :3], expected.gather(1, output.top_token_ids)):
             torch.testing.assert_close(output.top_logprobs.double(), exact, rtol=0, atol=1e-5)
         assert (output.top_logprobs.diff(dim=1) <= 0).all()
-
-
-def new_report(num_rows: int, num_logprobs: int, device: str) -> LogprobReport:
-    """Return views of one poisoned record per row, as graphs have them."""
-    record = torch.full((num_rows, 3 * num_logprobs + 8), -77, dtype=torch.int64, device=device)
-    values = record[:, num_logprobs + 2 :].view(torch.float32)[:, : num_logprobs + 1]
-    return LogprobReport(record[:, : num_logprobs + 1], values, record[:, num_logprobs + 1])
 
 
 def report_of_interpreter(*args: Any, columns: int, group: int) -> LogprobReport:

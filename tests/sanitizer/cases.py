@@ -16,12 +16,19 @@ from rose_backend.kernels.decode_step.ops import (
     end_step,
     write_block_ids,
 )
-from rose_backend.kernels.sampling.ops import write_bitmask
+from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs, write_bitmask
 from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.linear_cases import random_float8
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
-from tests.support.sampling_cases import Limited, chosen_rows, make_limits, make_params, random_case
+from tests.support.sampling_cases import (
+    Limited,
+    chosen_rows,
+    make_limits,
+    make_params,
+    new_report,
+    random_case,
+)
 
 Case = Callable[[str], list[torch.Tensor]]
 """Given a device, does the same work there and returns its results."""
@@ -279,6 +286,25 @@ def greedy(device: str) -> list[torch.Tensor]:
     return [kernels.sample(logits.to(device), params).token_ids]
 
 
+def report(device: str) -> list[torch.Tensor]:
+    """Log-probabilities of tokens that were chosen elsewhere, of rows that ask for 0 to 3 more, and of one for none."""
+    logits = torch.randn(5, 5003, generator=torch.Generator().manual_seed(6)).to(device)
+    token_ids = torch.tensor([0, 5002, 77, 1024, 9], device=device)
+    counts = torch.tensor([0, 3, 1, -1, 2], dtype=torch.int32, device=device)
+    written = new_report(5, 4, device)
+    report_logprobs(logits, token_ids, counts, written)
+    return [written.token_ids, written.logprobs, written.ranks]
+
+
+def mask(device: str) -> list[torch.Tensor]:
+    """Logits behind masks: two rows have the same one, one has none."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(4, 5003, generator=generator).to(device)
+    bits = torch.randint(-(2**31), 2**31 - 1, (2, 157), generator=generator, dtype=torch.int32).to(device)
+    mask_logits(logits, bits, torch.tensor([1, -1, 0, 1], dtype=torch.int32, device=device))
+    return [logits]
+
+
 def bitmask(device: str) -> list[torch.Tensor]:
     """Allowed tokens, stop tokens and bad words of two rows, and a row without any."""
     limits = make_limits(
@@ -387,6 +413,8 @@ CASES: dict[str, Case] = {
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,
+    "report": report,
+    "mask": mask,
     "bitmask": bitmask,
     "ends of a step": step_ends,
     "mixed step": mixed_step(16),

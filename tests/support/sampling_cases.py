@@ -15,7 +15,7 @@ from rose_backend.config import (
     MIN_REPETITION_PENALTY,
 )
 from rose_backend.kernels import SamplingTensors
-from rose_backend.kernels.arguments import LogitsProcessors, TokenLimits
+from rose_backend.kernels.arguments import LogitsProcessors, LogprobReport, TokenLimits
 from rose_backend.kernels.sampling.reference import GREEDY_TEMPERATURE
 
 
@@ -274,3 +274,10 @@ def beyond_every_range(vocab_size: int) -> tuple[torch.Tensor, SamplingTensors]:
         top_p=list(top_p),
         prompt_mask=torch.ones(len(options), vocab_size, dtype=torch.bool),
     )
+
+
+def new_report(num_rows: int, num_logprobs: int, device: str) -> LogprobReport:
+    """Return views of one poisoned record per row, as graphs have them."""
+    record = torch.full((num_rows, 3 * num_logprobs + 8), -77, dtype=torch.int64, device=device)
+    values = record[:, num_logprobs + 2 :].view(torch.float32)[:, : num_logprobs + 1]
+    return LogprobReport(record[:, : num_logprobs + 1], values, record[:, num_logprobs + 1])
