@@ -53,7 +53,7 @@ def serve_everything(llm: LLM) -> None:
         if index % 5 == 1:
             params[index] = replace(each, repetition_penalty=1.2, presence_penalty=0.1)
         elif index % 7 == 2:
-            params[index] = replace(each, logprobs=3, min_tokens=2)
+            params[index] = replace(each, logprobs=3, min_tokens=min(2, each.max_tokens))
         elif index % 11 == 3:
             params[index] = replace(each, n=3)
     llm.generate(prompts, params)
