@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.arguments import AdapterRows, Adapters, NormInput
+from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import load_moments
 
 _FEW_ROWS = 256
@@ -21,6 +22,17 @@ _DEPTH = 512
 _BLOCK_K, _BLOCK_N = 128, 64
 _BLOCK_K_EXACT = 32
 """Of float32, whose products are added up one by one, in registers."""
+
+
+@triton.jit
+def _wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel start, and wait for all before this one. Programs without rows of adapters do so, too.
+
+    Else a launch without any would end before the one in front of it, whose results the next kernel then reads early.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -77,8 +89,10 @@ def _adapters_shrink_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per tile of rows, slice, and ``DEPTH`` columns of ``x``."""
+    _wait_for_inputs(PDL)
     numbers = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows, slots, first, last = _load_rows(rows_ptr, slots_ptr, numbers, num_tokens, num_slots)
     if last >= 0:
@@ -132,12 +146,14 @@ def _adapters_expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per tile of rows, slice, and ``BLOCK_N`` of its columns.
 
     Args:
         ALTERNATING: columns of the slices take turns; else the slices follow one another.
     """
+    _wait_for_inputs(PDL)
     numbers = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     index = tl.program_id(1)
     width = _of_slice(widths, index, SLICES)
@@ -196,9 +212,11 @@ def add_adapters(
     num_slices, num_splits = len(widths), triton.cdiv(depth, depth_of_program)
     block_r = max(triton.next_power_of_2(rank), 16)
     shrunk = x.new_empty((num_slices, num_splits, num_tokens, block_r), dtype=torch.float32)
+    use_pdl = has_dependent_launch(x.device)
     common = {
         **{"RANK": rank, "SLICES": num_slices, "BLOCK_M": block_m, "BLOCK_R": block_r},
         **{"EXACT": is_exact, "num_warps": 8 if is_exact else 4},
+        **{"PDL": use_pdl, "launch_pdl": use_pdl},
     }
     tiles = triton.cdiv(num_tokens, block_m)
     _adapters_shrink_kernel[(tiles, num_slices, num_splits)](
