@@ -57,6 +57,8 @@ CASES = {
     "one row without": ([-1], 2, 16, (70,)),
     "all kinds in a tile": ([2, -1, 0, 1, 0, 9, 2, 1, -7, 2**32 + 1, -(2**62)], 3, 8, (48, 16, 16)),
     "tiles with and without": ([-1] * 16 + [0] * 17 + [-1, 1], 8, 33, (40, 40)),
+    "more slots than programs of a tile": ([*range(-1, 20)], 20, 8, (40, 40)),
+    "a hundred rows": ([2] * 20 + [1] * 3 + [-1] * 40 + [0, 5, 7] * 14, 8, 16, (40, 40)),
     "long prompts": ([1] * 130 + [-1] * 66 + [0] * 70 + [2], 3, 64, (40, 40)),
 }
 """Slots of rows, number of slots, rank, and widths of the slices."""

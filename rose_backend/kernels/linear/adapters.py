@@ -2,8 +2,8 @@
 
 Two launches, as vLLM's: one shrinks rows to the adapters' rank, one expands them. A program owns a tile of rows, in
 the order of their LoRA slots, and goes through the slots that these rows have, one or two of them mostly. Tiles without
-an adapter stay as they are. Where few rows leave most of the GPU idle, the depth of the first product is divided over
-programs, and the second launch adds the parts in their order.
+an adapter stay as they are. Few rows have many slots in a tile and leave most of the GPU idle: there programs divide a
+tile's slots among themselves, and the depth of the first product, whose parts the second launch adds in their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rose_backend.kernels.arguments import AdapterRows, Adapters, NormInput
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import load_moments
 
-_FEW_ROWS = 256
+_FEW_ROWS, _FEWEST_ROWS = 256, 64
 _DEPTH = 512
 """Of the first product, for each program where there are few rows."""
 _BLOCK_K, _BLOCK_N = 128, 64
@@ -47,6 +47,12 @@ def _load_rows(rows_ptr, slots_ptr, numbers, num_tokens, num_slots):
 
 
 @triton.jit
+def _is_own(slots, first, programs_per_tile):
+    """Return the rows of a tile whose slots a program goes through: ``first``, and each ``programs_per_tile`` on."""
+    return (slots >= first) & ((slots - first) % programs_per_tile == 0)
+
+
+@triton.jit
 def _of_slice(values, index, SLICES: tl.constexpr):
     value = values[0]
     if SLICES > 1:
@@ -67,7 +73,7 @@ def _add_product(acc, x, weight, own, EXACT: tl.constexpr):
     return acc + tl.where(own[:, None], product, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "programs_per_tile"])
 def _adapters_shrink_kernel(
     x_ptr,  # [T, E], rows apart by x_stride
     lora_a,  # of each slice: [U, Z, E] contiguous
@@ -75,9 +81,10 @@ def _adapters_shrink_kernel(
     x_scale_ptr,  # [1] float32, of RMSNorm in float16, else None
     rows_ptr,  # [T], as of AdapterRows
     slots_ptr,  # [T]
-    shrunk_ptr,  # [slices, splits, T, BLOCK_R] float32, in the order of rows; written where a tile has an adapter
+    shrunk_ptr,  # [slices, splits, T, BLOCK_R] float32, in the order of rows; written where a row has an adapter
     num_tokens,
     num_slots,
+    programs_per_tile,
     x_stride,
     eps,
     X_PARTS: tl.constexpr,
@@ -91,19 +98,20 @@ def _adapters_shrink_kernel(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of rows, slice, and ``DEPTH`` columns of ``x``."""
+    """``programs_per_tile`` programs per tile of rows, slice, and ``DEPTH`` columns of ``x``."""
     _wait_for_inputs(PDL)
-    numbers = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    numbers = tl.program_id(0) // programs_per_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows, slots, first, last = _load_rows(rows_ptr, slots_ptr, numbers, num_tokens, num_slots)
-    if last >= 0:
+    first += tl.program_id(0) % programs_per_tile
+    if first <= last:
         index, split = tl.program_id(1), tl.program_id(2)
         a_ptr = _of_slice(lora_a, index, SLICES)
         ranks = tl.arange(0, BLOCK_R)
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         # One loop over slots and depth: what the next slot needs is loaded ahead, too.
         BLOCKS: tl.constexpr = DEPTH // BLOCK_K
-        for block in range(first * BLOCKS, (last + 1) * BLOCKS):
-            slot = block // BLOCKS
+        for block in range(0, tl.cdiv(last + 1 - first, programs_per_tile) * BLOCKS):
+            slot = first + block // BLOCKS * programs_per_tile
             own = slots == slot
             ks = split * DEPTH + block % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
             in_depth = (ks < K)[None, :]
@@ -124,10 +132,10 @@ def _adapters_shrink_kernel(
             acc *= inverse[:, None]
         slab = (index * tl.num_programs(2) + split).to(tl.int64) * num_tokens
         shrunk = shrunk_ptr + (slab + numbers)[:, None] * BLOCK_R + ranks[None, :]
-        tl.store(shrunk, acc, mask=(numbers < num_tokens)[:, None])
+        tl.store(shrunk, acc, mask=_is_own(slots, first, programs_per_tile)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "programs_per_tile"])
 def _adapters_expand_kernel(
     shrunk_ptr,  # [slices, splits, T, BLOCK_R] float32
     lora_b,  # of each slice: [U, O, Z] contiguous
@@ -137,6 +145,7 @@ def _adapters_expand_kernel(
     out_ptr,  # [T, sum of O], written
     num_tokens,
     num_slots,
+    programs_per_tile,
     out_stride,
     RANK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -148,30 +157,31 @@ def _adapters_expand_kernel(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of rows, slice, and ``BLOCK_N`` of its columns.
+    """``programs_per_tile`` programs per tile of rows, slice, and ``BLOCK_N`` of its columns.
 
     Args:
         ALTERNATING: columns of the slices take turns; else the slices follow one another.
     """
     _wait_for_inputs(PDL)
-    numbers = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    numbers = tl.program_id(0) // programs_per_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     index = tl.program_id(1)
     width = _of_slice(widths, index, SLICES)
     columns = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_columns = columns < width
     rows, slots, first, last = _load_rows(rows_ptr, slots_ptr, numbers, num_tokens, num_slots)
-    if (last >= 0) & (tl.program_id(2) * BLOCK_N < width):
-        has_adapter = (slots >= 0)[:, None]
+    first += tl.program_id(0) % programs_per_tile
+    if (first <= last) & (tl.program_id(2) * BLOCK_N < width):
+        own = _is_own(slots, first, programs_per_tile)[:, None]
         ranks = tl.arange(0, BLOCK_R)
         shrunk = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for split in tl.static_range(SPLITS):
             slab = (index * SPLITS + split).to(tl.int64) * num_tokens
             offsets = (slab + numbers)[:, None] * BLOCK_R + ranks[None, :]
-            shrunk += tl.load(shrunk_ptr + offsets, mask=has_adapter, other=0.0)
+            shrunk += tl.load(shrunk_ptr + offsets, mask=own, other=0.0)
         b_ptr = _of_slice(lora_b, index, SLICES)
         x = shrunk.to(b_ptr.dtype.element_ty)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for slot in range(first, last + 1):
+        for slot in range(first, last + 1, programs_per_tile):
             weight_rows = tl.cast(slot, tl.int64) * width + columns
             weight = tl.load(
                 b_ptr + weight_rows[:, None] * RANK + ranks[None, :],
@@ -188,7 +198,7 @@ def _adapters_expand_kernel(
             if SLICES > 2:
                 out_columns += tl.where(index > 1, widths[1], 0)
         out = out_ptr + rows[:, None] * out_stride + out_columns[None, :]
-        mask = has_adapter & in_columns[None, :]
+        mask = own & in_columns[None, :]
         total = tl.load(out, mask=mask, other=0.0).to(tl.float32) + acc
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -218,8 +228,9 @@ def add_adapters(
         **{"EXACT": is_exact, "num_warps": 8 if is_exact else 4},
         **{"PDL": use_pdl, "launch_pdl": use_pdl},
     }
-    tiles = triton.cdiv(num_tokens, block_m)
-    _adapters_shrink_kernel[(tiles, num_slices, num_splits)](
+    programs_per_tile = min(num_slots, block_m) if num_tokens <= _FEWEST_ROWS else 1
+    programs = triton.cdiv(num_tokens, block_m) * programs_per_tile
+    _adapters_shrink_kernel[(programs, num_slices, num_splits)](
         x,
         adapters.lora_a,
         moments,
@@ -229,6 +240,7 @@ def add_adapters(
         shrunk,
         num_tokens,
         num_slots,
+        programs_per_tile,
         x.stride(0),
         0.0 if norm is None else norm.eps,
         X_PARTS=1 if moments is None else moments.shape[2],
@@ -237,7 +249,7 @@ def add_adapters(
         BLOCK_K=block_k,
         **common,
     )
-    _adapters_expand_kernel[(tiles, num_slices, triton.cdiv(max(widths), _BLOCK_N))](
+    _adapters_expand_kernel[(programs, num_slices, triton.cdiv(max(widths), _BLOCK_N))](
         shrunk,
         adapters.lora_b,
         widths,
@@ -246,6 +258,7 @@ def add_adapters(
         out,
         num_tokens,
         num_slots,
+        programs_per_tile,
         out.stride(0),
         SPLITS=num_splits,
         ALTERNATING=alternating,
