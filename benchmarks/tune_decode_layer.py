@@ -1,13 +1,13 @@
 """Find the fastest tile configurations of a decode layer's kernels on this GPU, attention and four products together.
 
     python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--contexts 144 100-1100]
-                                           [--parts attention 4096x1024] [--json FILE]
+                                           [--parts attention 4096x1024] [--layers N] [--json FILE]
 
 A kernel's best tile configuration depends on what its neighbors leave free, so each candidate is timed in a CUDA graph
-of all layers of a model with random weights, with the best known configurations of the other kernels. The search starts
-with those in use. Before it is timed, a configuration is compiled in one of several processes and its hidden states are
-compared there, over two layers, with those of library products: it is dropped if its error against float32 is more than
-twice theirs.
+of all layers of a model with random weights, or of so many that the L2 cache cannot hold them, with the best known
+configurations of the other kernels. The search starts with those in use. Before they are timed, configurations are
+compiled in several processes and their hidden states are compared there, over two layers, with those of library
+products: one is dropped if its error is more than twice that of the configurations in use.
 The fastest ones are printed as rows for ``rose_backend/kernels/tuning/measured.txt``.
 
 Rows of a range of contexts are of lengths drawn from it. What is fastest for equal rows can be slow there: a step waits
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ import torch
 import triton
 
 from benchmarks.kernel_cases.case import LaunchGraph
-from benchmarks.support.checkpoint import SHAPES, checkpoint
+from benchmarks.support.checkpoint import FLOAT8_FORMATS, GPT2_124M, SHAPES, config_of
 from benchmarks.support.run_facts import run_facts, write_json
-from rose_backend.kernels.arguments import MAX_ROWS
+from rose_backend.kernels.arguments import MAX_ROWS, SCALED_BLOCK, Float8Weight
 from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.linear import small_batch_linear as linear_gpu
@@ -45,6 +45,7 @@ from rose_backend.kernels.tuning.choices import (
     MAX_SPLIT_FLOATS,
     DecodeTuning,
     LinearConfig,
+    choose_float8_config,
     choose_linear_config,
     decode_tuning,
 )
@@ -57,6 +58,8 @@ BLOCK_SIZE = 16
 NUM_SAMPLES = 5
 PROGRAMS = (1, 2, 3, 4, 6, 8, 12, 15, 18)
 """Pieces of attention's work that are wanted, for each processor."""
+MIN_PROGRAMS, MAX_PROGRAMS = 90, 800
+"""Of a product with a float8 weight."""
 ATTENTION = "attention"
 
 
@@ -86,6 +89,11 @@ class Cuts:
                 linear_gpu,
                 "choose_linear_config",
                 lambda rows, columns, depth, **_: self.products[columns, depth],
+            ),
+            mock.patch.object(
+                linear_gpu,
+                "choose_float8_config",
+                lambda rows, columns, depth: self.products[columns, depth],
             ),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
             mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
@@ -122,6 +130,11 @@ class Step:
         hidden: torch.Tensor = self.model.forward(self.ids, self.positions, self.cache, self.metadata)
         return hidden
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether products are with float8 weights."""
+        return isinstance(self.model.weights.layers[0].qkv.weight, Float8Weight)
+
     def cuts_in_use(self) -> Cuts:
         """Return the cut of each kernel."""
         config, rows = self.model.config, len(self.ids)
@@ -129,13 +142,17 @@ class Step:
         products = {}
         for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
             columns, depth = linear.packed.weight.shape
-            products[columns, depth] = choose_linear_config(
-                rows,
-                columns,
-                depth,
-                exact=False,
-                can_use_tma=True,
-                has_tensor_memory=gpu_properties(self.ids.device).has_tensor_memory,
+            products[columns, depth] = (
+                choose_float8_config(rows, columns, depth)
+                if self.is_float8
+                else choose_linear_config(
+                    rows,
+                    columns,
+                    depth,
+                    exact=False,
+                    can_use_tma=True,
+                    has_tensor_memory=gpu_properties(self.ids.device).has_tensor_memory,
+                )
             )
         attention = decode_tuning(
             config.head_size,
@@ -246,6 +263,43 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
     return list(dict.fromkeys(found))
 
 
+def float8_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]:
+    """Return configurations of a product with a float8 weight worth timing: several programs to a multiprocessor."""
+    block_m = min(max(triton.next_power_of_2(rows), 8), 64)
+    left = functools.partial(LinearConfig, block_k=SCALED_BLOCK, weights_left=True)
+    right = functools.partial(LinearConfig, block_k=SCALED_BLOCK)
+    if rows <= 16:
+        tiles = [
+            left(block_m, 64, num_warps=2, num_stages=5),
+            left(block_m, 64, num_warps=2, num_stages=8),
+            left(block_m, 64, num_warps=2, num_stages=5, use_tma=True),
+            left(block_m, 32, num_warps=1, num_stages=8),
+        ]
+    elif rows <= 32:
+        tiles = [
+            left(32, 64, num_warps=2, num_stages=4),
+            left(32, 64, num_warps=4, num_stages=4),
+            left(32, 32, num_warps=1, num_stages=6),
+            left(16, 64, num_warps=2, num_stages=5),
+        ]
+    else:
+        tiles = [
+            right(64, 64, num_warps=4, num_stages=4),
+            right(64, 64, num_warps=8, num_stages=3),
+            right(64, 128, num_warps=8, num_stages=3),
+            left(32, 64, num_warps=2, num_stages=4),
+        ]
+    tiles.append(replace(tiles[0], is_early=False))
+    found = []
+    for tile, split_k in product(tiles, (1, 2, 4, 8)):
+        programs = tile.num_tiles(rows, columns) * split_k
+        fits_scratch = programs * tile.block_m * tile.block_n <= MAX_SPLIT_FLOATS
+        if split_k == 1 or (programs <= MAX_PROGRAMS and depth >= 512 * split_k and fits_scratch):
+            found.append(replace(tile, split_k=split_k))
+    # So few programs leave multiprocessors idle.
+    return [each for each in found if each.num_tiles(rows, columns) * each.split_k >= MIN_PROGRAMS]
+
+
 _model: Any = None
 
 
@@ -309,10 +363,15 @@ class Search:
         graph = LaunchGraph([self._step.run])
         return statistics.median(graph.sample() for _ in range(NUM_SAMPLES)) / self.num_layers
 
-    def improve(self, part: str, found: list[Any]) -> None:
-        """Try other cuts of one kernel."""
+    def check(self, candidates: Mapping[str, list[Any]]) -> dict[str, list[str | None]]:
+        """Compile other cuts of kernels, all at once, and return what is wrong with each."""
+        changed = [self.best.changed(part, cut) for part, found in candidates.items() for cut in found]
+        problems = self._pool.map(self._try, changed)
+        return {part: list(islice(problems, len(found))) for part, found in candidates.items()}
+
+    def improve(self, part: str, found: list[Any], problems: list[str | None]) -> None:
+        """Time other cuts of one kernel."""
         changed = [self.best.changed(part, cut) for cut in found]
-        problems = list(self._pool.map(self._try, changed))
         self.wrong += [
             f"{part} {cut}: {problem}" for cut, problem in zip(found, problems, strict=True) if problem
         ]
@@ -338,13 +397,17 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
         flush=True,
     )
     parts = [ATTENTION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
+    candidates: dict[str, list[Any]] = {}
     for part in [part for part in parts if wanted is None or part in wanted]:
         if part == ATTENTION:
             num_processors = gpu_properties(step.ids.device).num_processors
-            others: list[Any] = attention_candidates(found.best.attention, num_processors)
+            candidates[part] = attention_candidates(found.best.attention, num_processors)
         else:
-            others = product_candidates(rows, *_sizes(part))
-        found.improve(part, others)
+            find = float8_candidates if step.is_float8 else product_candidates
+            candidates[part] = find(rows, *_sizes(part))
+    problems = found.check(candidates)
+    for part, others in candidates.items():
+        found.improve(part, others, problems[part])
     best = {
         ATTENTION: asdict(found.best.attention),
         **{f"{columns}x{depth}": asdict(cut) for (columns, depth), cut in found.best.products.items()},
@@ -376,7 +439,9 @@ def row_of(step: Step, found: Search, part: str) -> str:
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     if part != ATTENTION:
         columns, depth = _sizes(part)
-        shape = {"tma": True, "rows": rows, "columns": columns, "depth": depth}
+        shape = {"rows": rows, "columns": columns, "depth": depth}
+        if not step.is_float8:
+            shape["tma"] = True
         return as_line(shape, found.best.products[columns, depth], gpu, found.fastest_us)
     heads = {
         "head_size": config.head_size,
@@ -416,17 +481,22 @@ def _as_text(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _write_two_layers(path: str, folder: Path) -> None:
-    """Write a checkpoint of random weights that has two of the layers of another one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _write_model(folder: Path, shape: str, num_layers: int | None) -> None:
+    """Write a checkpoint of random weights with the layers of a shape, all or some, and few tokens."""
+    from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = AutoConfig.from_pretrained(path)
-    config.num_hidden_layers = 2
+    from tests.support.float8_checkpoints import quantize
+
+    config = GPT2Config() if shape == GPT2_124M else config_of(shape)
+    config.num_hidden_layers = num_layers = num_layers or config.num_hidden_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        config.layer_types = config.layer_types[:num_layers]
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 1024, 0, 0
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.save_pretrained(folder)
+    if shape in FLOAT8_FORMATS:
+        quantize(folder, FLOAT8_FORMATS[shape])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -450,14 +520,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         help=f"{ATTENTION}, COLUMNSxDEPTH; none: only time the cuts in use (default: all)",
     )
+    add("--layers", type=int, help="of the model, few of which are written soon (default: all)")
     add("--processes", type=int, default=14, help="that compile (default: %(default)s)")
     add("--json", type=Path)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    with checkpoint(None, options.shape) as path, tempfile.TemporaryDirectory() as small_path:
-        _write_two_layers(path, Path(small_path))
+    with tempfile.TemporaryDirectory() as path, tempfile.TemporaryDirectory() as small_path:
+        _write_model(Path(path), options.shape, options.layers)
+        _write_model(Path(small_path), options.shape, 2)
         model = load_model(path, device="cuda")
         with ProcessPoolExecutor(
             options.processes, get_context("spawn"), _start_worker, (small_path,)

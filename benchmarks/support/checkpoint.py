@@ -118,19 +118,7 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
         write_random_gpt2_124m(folder)
         _write_tokenizer(folder, VOCAB_SIZE)
         return
-    make_configs = {
-        LLAMA_1B: llama_1b_config,
-        LLAMA_8B: llama_8b_config,
-        QWEN3_06B: qwen3_config,
-        GEMMA3_4B: gemma3_config,
-        GPT_OSS_20B: gpt_oss_config,
-        QWEN3_30B: qwen3_moe_config,
-        QWEN3_VL_4B: qwen3_vl_config,
-        QWEN35_4B: qwen3_5_config,
-        LLAMA_8B_FP8: llama_8b_config,
-        QWEN3_8B_FP8: qwen3_8b_config,
-    }
-    config = make_configs[shape](small=small)
+    config = config_of(shape, small=small)
     text = config.get_text_config()
     # Rotary positions have no weights: the model is the same with a longer window.
     text.max_position_embeddings = max(text.max_position_embeddings, window or 0)
@@ -153,6 +141,23 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
         _write_processor(folder, text.vocab_size)
     else:
         _write_tokenizer(folder, text.vocab_size)
+
+
+def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
+    """Return the configuration of a shape but GPT-2's."""
+    make_configs = {
+        LLAMA_1B: llama_1b_config,
+        LLAMA_8B: llama_8b_config,
+        QWEN3_06B: qwen3_config,
+        GEMMA3_4B: gemma3_config,
+        GPT_OSS_20B: gpt_oss_config,
+        QWEN3_30B: qwen3_moe_config,
+        QWEN3_VL_4B: qwen3_vl_config,
+        QWEN35_4B: qwen3_5_config,
+        LLAMA_8B_FP8: llama_8b_config,
+        QWEN3_8B_FP8: qwen3_8b_config,
+    }
+    return make_configs[shape](small=small)
 
 
 def llama_1b_config(*, small: bool = False) -> LlamaConfig:

@@ -459,7 +459,8 @@ class Float8Weight:
     values: torch.Tensor
     """[O, E] of ``WEIGHT_DTYPE``, contiguous, without NaN."""
     scales: torch.Tensor
-    """Float32: [O, 1], or one for each block of ``SCALED_BLOCK`` rows and columns, those at the edges included."""
+    """Float32, any strides: [O, 1], or one for each block of ``SCALED_BLOCK`` rows and columns, those at the edges
+    included."""
 
     @property
     def shape(self) -> torch.Size:
@@ -489,8 +490,8 @@ class Float8Weight:
             raise ShapeError(
                 f"scales: expected shape {allowed[0]} or {allowed[1]}, got {tuple(self.scales.shape)}"
             )
-        if not self.values.is_contiguous() or not self.scales.is_contiguous():
-            raise ShapeError("values and scales: expected contiguous tensors")
+        if not self.values.is_contiguous():
+            raise ShapeError(f"values: expected a contiguous tensor, got strides {self.values.stride()}")
         if self.scales.device != self.device:
             raise ShapeError(f"scales: expected device {self.device} as values, got {self.scales.device}")
 

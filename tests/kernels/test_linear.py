@@ -246,25 +246,31 @@ def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
     case.check(INTERPRETER(launch, case, config(16, 32, 32, use_tma=True), next_norm=case.next_norm))
 
 
-# A block's depth whole, in halves and divided among warps; a depth that is split.
+# A block's depth whole and in halves; a depth that is split, unevenly, and one that a tile has whole.
 FLOAT8_CONFIGS = [
     (1, config(1, 4, 256, use_dot=False)),
     (5, config(8, 64, 128, 2, weights_left=True)),
+    (5, config(8, 128, 128, 3, weights_left=True)),
+    (21, config(16, 64, 64, 3)),
+]
+# Warps share the depth.
+SHARED_DEPTHS = [
     (5, config(16, 16, 256, warp_split=4, weights_left=True)),
     (17, config(16, 32, 512, warp_split=4)),
-    (21, config(16, 64, 64, 3)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("rows", "tiles"), FLOAT8_CONFIGS, ids=lambda value: "" if isinstance(value, dict) else None
+    ("rows", "tiles", "parts"),
+    [(*each, parts) for parts in FLOAT8_PARTS for each in FLOAT8_CONFIGS + SHARED_DEPTHS * ("rows" in parts)],
+    ids=lambda value: "" if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("parts", FLOAT8_PARTS)
 def test_scales_of_blocks_and_rows_with_every_kind_of_tile(
     rows: int, tiles: dict[str, Any], parts: str
 ) -> None:
-    case = make_case(rows, 300, 270, parts, HALF if tiles.get("use_dot", True) else torch.float32)
-    case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
+    for depth in (300, 256):
+        case = make_case(rows, depth, 270, parts, HALF if tiles.get("use_dot", True) else torch.float32)
+        case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
 
 
 @pytest.mark.parametrize(
@@ -282,11 +288,14 @@ def test_no_scale_is_read_beyond_the_depth(dtype: torch.dtype, tiles: dict[str, 
     case.check(INTERPRETER(launch, replace(case, weight=weight), tiles))
 
 
-def test_tiles_deeper_than_a_block_are_refused() -> None:
+def test_tiles_with_more_than_one_scale_are_refused() -> None:
     case = make_case(5, 300, 270, "blocks nobias", HALF)
-    for tiles, got in ((config(16, 16, 256), 256), (config(16, 16, 512, warp_split=2), 256)):
-        with pytest.raises(ShapeError, match=f"a depth that divides 128 with blocks, got {got}"):
+    for tiles in (config(16, 16, 256), config(16, 256, 64), config(16, 16, 128, warp_split=2)):
+        with pytest.raises(ShapeError, match="that divide 128 with blocks, each"):
             launch(case, tiles)
+    # Half of a gated layer's rows are the gate's.
+    gated = make_case(5, 300, 270, "blocks gated nobias", HALF)
+    gated.check(INTERPRETER(launch, gated, config(16, 256, 64)))
 
 
 def convert_all(dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -359,7 +368,7 @@ def test_bad_float8_weights_are_named() -> None:
             Float8Weight(values, torch.ones(3, 2)),
             r"scales: expected shape \(270, 1\) or \(3, 3\), got \(3, 2\)",
         ),
-        (Float8Weight(values, torch.ones(3, 6)[:, ::2]), "values and scales: expected contiguous tensors"),
+        (Float8Weight(values.repeat(1, 2)[:, :300], scales), "values: expected a contiguous tensor"),
     ]
     for weight, message in wrong:
         with pytest.raises(ShapeError, match=message):
@@ -371,6 +380,8 @@ def test_bad_float8_weights_are_named() -> None:
         pack_linear(good, norm_weight=torch.ones(300), norm_bias=torch.ones(300))
     with pytest.raises(ShapeError, match="bias: expected O=270, got 3"):
         pack_linear(good, torch.ones(3))
+    with pytest.raises(ShapeError, match="weight: expected whole blocks of 128 rows of a gate, got 135 rows"):
+        pack_linear(Float8Weight(values, torch.ones(3, 3)), gated=True)
     with pytest.raises(ShapeError, match="values: expected E=299, got 300"):
         float8_linear(x[:, 1:], good)
 

@@ -407,6 +407,7 @@ CASES: dict[str, Case] = {
     "linear, gated": linear(5, 801, 206, norm=True, gated=True),
     "linear, float8 rows": linear(5, 801, 206, norm=False, gated=True, float8="rows"),
     "linear, float8 blocks": linear(17, 3072, 206, norm=False, float8="blocks"),
+    "linear, float8 blocks, gated": linear(5, 801, 256, norm=False, gated=True, float8="blocks"),
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
     "experts, 2 tokens": experts(2),
     "experts, 70 tokens": experts(70),

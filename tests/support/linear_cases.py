@@ -112,7 +112,8 @@ def make_case(
         return values.to(device=device, dtype=dtype)
 
     gated = "gated" in parts
-    columns += columns % 2 if gated else 0
+    if gated:
+        columns += -columns % (256 if "blocks" in parts else 2)  # blocks are whole
     return Case(
         # A mean that is not zero, and rows of a wider tensor.
         x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
@@ -149,11 +150,12 @@ def random_float8(
         return Float8Weight(values, torch.empty(scales, device=device))
     magnitudes = torch.randint(0, 127, (columns, depth), generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, (columns, depth), generator=generator, dtype=torch.uint8)
-    factors = 2.0 ** (torch.rand(scales, generator=generator) * 6 - 3)
-    return Float8Weight(
-        (signs * 128 + magnitudes).view(torch.float8_e4m3fn).to(device),
-        (factors * (depth**-0.5 / 100)).to(device),
-    )
+    factors = 2.0 ** (torch.rand(scales, generator=generator) * 6 - 3) * (depth**-0.5 / 100)
+    values = (signs * 128 + magnitudes).view(torch.float8_e4m3fn).to(device)
+    # Column after column, as vLLM keeps scales for DeepGEMM, and further apart; what lies between is not a number.
+    spread = torch.full((scales[1], scales[0] + 1, 2), float("nan"), device=device)[:, 1:, 1].T
+    spread.copy_(factors)
+    return Float8Weight(values, spread)
 
 
 PARTS = ["", "norm", "norm gelu", "residual", "gelu residual", "norm residual"]

@@ -15,31 +15,33 @@ from rose_backend.kernels.gpu_properties import current_workspace
 from rose_backend.kernels.tuning.measured import constants
 
 
-def _assembler(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
+def _assembler(kind: str, shift: int, factor: int) -> tl.constexpr:
     """Return what makes two registers of two wider numbers each of four e4m3 numbers in one.
 
     Args:
         kind: of the numbers that come out, ``bf16x2`` or ``f16x2``.
-        shift: of exponent and mantissa, from the top of 16 bits; ``mask`` is where they go.
+        shift: of a number, sign-extended to 16 bits, that moves exponent and mantissa to where they go.
         factor: that makes up for the exponents' biases.
     """
+    # What is shifted in between the sign and the exponent are copies of the sign.
+    mask = 0x8000 | 0x7F << shift
     moves = "".join(
-        f" prmt.b32 {name}, $2, 0, {order}; and.b32 signs, {name}, 0x80008000; shr.u32 {name}, {name}, {shift};"
-        f" and.b32 {name}, {name}, {mask:#010x}; or.b32 {name}, {name}, signs;"
-        for name, order in (("low", "0x1404"), ("high", "0x3424"))
+        f" prmt.b32 {name}, $2, 0, {order}; shl.b32 {name}, {name}, {shift};"
+        f" and.b32 {name}, {name}, {mask << 16 | mask:#010x};"
+        for name, order in (("low", "0x9180"), ("high", "0xb3a2"))
     )
     products = " ".join(
         f"fma.rn.{kind} ${index}, {name}, factors, zeros;" for index, name in enumerate(("low", "high"))
     )
     return tl.constexpr(
-        f"{{ .reg .b32 low, high, signs, factors, zeros;{moves} mov.b32 factors, {factor:#010x};"
+        f"{{ .reg .b32 low, high, factors, zeros;{moves} mov.b32 factors, {factor:#010x};"
         # Adding -0 changes nothing; a plain product needs compute capability 9.0.
         f" mov.b32 zeros, 0x80008000; {products} }}"
     )
 
 
-_TO_BFLOAT16 = _assembler("bf16x2", 4, 0x07F007F0, 0x7B807B80)
-_TO_FLOAT16 = _assembler("f16x2", 1, 0x3F803F80, 0x5C005C00)
+_TO_BFLOAT16 = _assembler("bf16x2", 4, 0x7B807B80)
+_TO_FLOAT16 = _assembler("f16x2", 7, 0x5C005C00)
 
 
 @triton.jit
@@ -74,7 +76,8 @@ _ROWS, _COLUMNS = 8, 1024
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _dequantize_kernel(
     values_ptr,  # [O, E] uint8
-    scales_ptr,
+    scales_ptr,  # of rows or of blocks
+    scale_strides,
     out_ptr,  # [num_rows, E]  written
     first_row,
     num_rows,
@@ -90,10 +93,10 @@ def _dequantize_kernel(
     inside = (out_rows < num_rows)[:, None] & (columns < K)[None, :]
     bits = tl.load(values_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
     if SCALE_ROWS == 1:
-        scales = tl.load(scales_ptr + rows, mask=out_rows < num_rows, other=0.0)[:, None]
+        scales = tl.load(scales_ptr + rows * scale_strides[0], mask=out_rows < num_rows, other=0.0)[:, None]
     else:
-        ACROSS: tl.constexpr = (K + SCALE_ROWS - 1) // SCALE_ROWS
-        places = (rows // SCALE_ROWS * ACROSS)[:, None] + (columns // SCALE_ROWS)[None, :]
+        down, across = rows // SCALE_ROWS * scale_strides[0], columns // SCALE_ROWS * scale_strides[1]
+        places = down[:, None] + across[None, :]
         scales = tl.load(scales_ptr + places, mask=inside, other=0.0)
     numbers = from_float8(bits, tl.float32, False) * scales
     out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * K + columns[None, :]
@@ -116,6 +119,7 @@ def float8_linear(
         _dequantize_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(depth, _COLUMNS))](
             weight.values.view(torch.uint8),
             weight.scales,
+            weight.scales.stride(),
             part,
             first,
             count,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MAX_ROWS,
+    SCALED_BLOCK,
     AdapterRows,
     Adapters,
     Float8Weight,
@@ -48,12 +49,17 @@ def pack_linear(
         The layer, whose weight is ``weight`` itself where nothing of it changes.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows.
+        ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows, or a gate
+            that ends within a block.
     """
     if gated and weight.shape[0] % 2:
         raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
     if isinstance(weight, Float8Weight):
         weight.check()
+        if gated and weight.has_blocks and weight.shape[0] // 2 % SCALED_BLOCK:
+            raise ShapeError(
+                f"weight: expected whole blocks of {SCALED_BLOCK} rows of a gate, got {weight.shape[0] // 2} rows"
+            )
         if norm_weight is not None or norm_bias is not None:
             raise ShapeError("norm_weight and norm_bias: expected neither with a float8 weight")
         if bias is not None:

@@ -16,7 +16,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
       norm(h) @ W.T + b = (h @ W.T - mean(h) * sum(W, 1)) / std(h) + b
 - Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
 - Weights in 8 bits become the type of ``x`` in registers, which is exact. Scales of rows multiply the products; with
-  scales of blocks a tile is not deeper than a block, and its products are multiplied before they are added up.
+  scales of blocks a tile lies in one block, or, of a gated layer, in one of the gate and one of its factor, and its
+  products are multiplied before they are added up.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -73,7 +74,10 @@ class WeightFormat(NamedTuple):
 def load_tile(
     tensor_ptr, rows, in_rows, stride, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WARP_SPLIT: tl.constexpr
 ):
-    """Load ``BLOCK_K`` columns of some rows: [rows, BLOCK_K], or for each warp its own, [WARP_SPLIT, rows, ...]."""
+    """Load ``BLOCK_K`` columns of some rows: [rows, BLOCK_K], or for each warp its own, [WARP_SPLIT, rows, ...].
+
+    There are ``K`` columns; None: all of the tile's are there.
+    """
     if WARP_SPLIT > 1:
         SHARE: tl.constexpr = BLOCK_K // WARP_SPLIT
         ks = start + tl.arange(0, WARP_SPLIT)[:, None, None] * SHARE + tl.arange(0, SHARE)[None, None, :]
@@ -82,7 +86,7 @@ def load_tile(
     else:
         ks = start + tl.arange(0, BLOCK_K)[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride + ks
-        mask = in_rows[:, None] & (ks < K)
+        mask = in_rows[:, None] if K is None else in_rows[:, None] & (ks < K)
     return tl.load(tensor_ptr + offsets, mask=mask, other=0.0)
 
 
@@ -261,44 +265,61 @@ def _gelu_tanh(x):
 
 
 @triton.jit
+def block_scale(scales, row, column, K: tl.constexpr):
+    """Return the scale of the block with a row and a column of the weight; behind the last column the last block's."""
+    across = tl.minimum(column, K - 1) // _SCALED_BLOCK
+    return tl.load(scales[0] + row // _SCALED_BLOCK * scales[1] + across * scales[2])
+
+
+@triton.jit
+def _tile_scales(
+    scales, tile, num_columns, column, FORMAT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the two scales of a tile's weights from a column on: of the gate and its factor, else the same one."""
+    if FORMAT.HALVES:
+        row = tile * (BLOCK_N // 2)
+        first = block_scale(scales, row, column, K)
+        second = block_scale(scales, num_columns // 2 + row, column, K)
+    else:
+        first = block_scale(scales, tile * BLOCK_N, column, K)
+        second = first
+    return first, second
+
+
+@triton.jit
 def _add_stored_tile(
     x,
     weight,
     acc,
-    scale_ptr,
+    scales,
     rows,  # of the weight
     in_rows,
     start,
     FORMAT: tl.constexpr,  # WeightFormat
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
     USE_DOT: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Return ``acc`` and a tile's products, of a weight as it is stored; scales of rows are left to ``_finish``."""
+    """Return ``acc`` and a tile's products, of a weight as it is stored; scales of rows are left to ``_finish``.
+
+    ``scales`` are those of blocks: with ``USE_DOT`` as ``_tile_scales`` returns them, else where they are.
+    """
     if FORMAT.SCALE_ROWS > 0:
         weight = from_float8(weight, x.dtype, FORMAT.BY_ASSEMBLER)
-    if FORMAT.SCALE_ROWS > 1:
-        ACROSS: tl.constexpr = (K + _SCALED_BLOCK - 1) // _SCALED_BLOCK
-        first = rows // FORMAT.SCALE_ROWS * ACROSS
-        if not USE_DOT:
-            blocks = (start + tl.arange(0, BLOCK_K)) // _SCALED_BLOCK
-            mask = in_rows[:, None] & (blocks < ACROSS)[None, :]
-            scales = tl.load(scale_ptr + first[:, None] + blocks[None, :], mask=mask, other=0.0)
-            acc = add_tile(x, weight.to(tl.float32) * scales, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
-        else:
-            if WARP_SPLIT > 1:
-                blocks = (start + tl.arange(0, WARP_SPLIT) * (BLOCK_K // WARP_SPLIT)) // _SCALED_BLOCK
-                mask = in_rows[None, :] & (blocks < ACROSS)[:, None]
-                scales = tl.load(scale_ptr + first[None, :] + blocks[:, None], mask=mask, other=0.0)
-            else:
-                # A program's last tiles may lie beyond the depth, where there is no scale.
-                mask = in_rows & (tl.zeros_like(rows) + start < K)
-                scales = tl.load(scale_ptr + first + start // _SCALED_BLOCK, mask=mask, other=0.0)
-            scales = tl.expand_dims(scales, -1 if WEIGHTS_LEFT else -2)
-            acc += scales * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
+    if FORMAT.SCALE_ROWS > 1 and USE_DOT:
+        scale = scales[0]
+        if FORMAT.HALVES:
+            scale = tl.where(tl.arange(0, rows.shape[0]) % 2 == 0, scales[0], scales[1])
+            scale = tl.expand_dims(scale, -1 if WEIGHTS_LEFT else -2)
+        acc += scale * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
+    elif FORMAT.SCALE_ROWS > 1:
+        blocks = (start + tl.arange(0, BLOCK_K)) // _SCALED_BLOCK
+        mask = in_rows[:, None] & (blocks <= (K - 1) // _SCALED_BLOCK)[None, :]
+        places = (rows // _SCALED_BLOCK * scales[1])[:, None] + (blocks * scales[2])[None, :]
+        scale = tl.load(scales[0] + places, mask=mask, other=0.0)
+        acc = add_tile(x, weight.to(tl.float32) * scale, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
     else:
         acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
     return acc
@@ -309,9 +330,11 @@ def _multiply(
     x,  # where one tile covers the depth, as are weights
     weight,
     descriptors,  # of x and weight, with TMA
-    pointers,  # of x, weight and its scales
+    pointers,  # of x and weight
+    scales,  # of blocks: pointer, and strides of rows and columns of blocks
+    tile_scales,  # of the first blocks, see ``_tile_scales``; with blocks and USE_DOT
     x_rows,  # rows, which of them there are, their tile
-    weight_rows,  # of the result's columns, likewise
+    weight_rows,  # of the result's columns, likewise; how many of these there are
     x_stride,
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
@@ -328,7 +351,8 @@ def _multiply(
 ):
     """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
     rows, in_rows, row_tile = x_rows
-    columns, in_columns, tile = weight_rows
+    columns, in_columns, tile, num_columns = weight_rows
+    SCALARS: tl.constexpr = FORMAT.SCALE_ROWS > 1 and USE_DOT
     if WARP_SPLIT > 1:
         acc = tl.zeros(
             [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
@@ -339,21 +363,30 @@ def _multiply(
         acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     if DEPTH == BLOCK_K:
         acc = _add_stored_tile(
-            x, weight, acc, pointers[2], columns, in_columns, begin, FORMAT,
-            K, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, EXACT,
+            x, weight, acc, tile_scales if SCALARS else scales, columns, in_columns, begin, FORMAT,
+            K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
         )  # fmt: skip
     else:
-        for start in range(begin, begin + DEPTH, BLOCK_K):
+        end = begin + DEPTH
+        if FORMAT.SCALE_ROWS > 0 and DEPTH != K:
+            end = tl.minimum(end, K)
+        COLUMNS: tl.constexpr = None if FORMAT.SCALE_ROWS > 0 and K % BLOCK_K == 0 else K
+        for start in range(begin, end, BLOCK_K):
             if TMA:
                 x_part = descriptors[0].load([row_tile * BLOCK_M, start])
                 weight_part = descriptors[1].load([tile * BLOCK_N, start])
             else:
-                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
-                weight_part = load_tile(pointers[1], columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
+                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, COLUMNS, BLOCK_K, WARP_SPLIT)
+                weight_part = load_tile(
+                    pointers[1], columns, in_columns, K, start, COLUMNS, BLOCK_K, WARP_SPLIT
+                )
             acc = _add_stored_tile(
-                x_part, weight_part, acc, pointers[2], columns, in_columns, start, FORMAT,
-                K, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, EXACT,
+                x_part, weight_part, acc, tile_scales if SCALARS else scales, columns, in_columns, start, FORMAT,
+                K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
             )  # fmt: skip
+            if SCALARS:
+                # A turn before they are used.
+                tile_scales = _tile_scales(scales, tile, num_columns, start + BLOCK_K, FORMAT, K, BLOCK_N)
     if WARP_SPLIT > 1:
         acc = sum_warps(acc)
     elif not USE_DOT:
@@ -412,7 +445,7 @@ def small_batch_linear_kernel(
     weight_desc,
     x_ptr,  # [T, E]
     weight_ptr,  # [O, E], of uint8 with scales
-    weight_scale_ptr,  # as ``Float8Weight.scales``; None without
+    scales,  # pointer and strides of ``Float8Weight.scales``; None without
     bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
@@ -473,7 +506,7 @@ def small_batch_linear_kernel(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
-    x_scale, next_weight, weight_scale = None, None, None
+    x_scale, next_weight, weight_scale, tile_scales = None, None, None, None
     # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
@@ -485,7 +518,9 @@ def small_batch_linear_kernel(
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
-        weight_scale = tl.load(weight_scale_ptr + weight_rows, mask=in_columns, other=0.0)
+        weight_scale = tl.load(scales[0] + weight_rows * scales[1], mask=in_columns, other=0.0)
+    elif FORMAT.SCALE_ROWS > 1 and USE_DOT:
+        tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, K, BLOCK_N)
     if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
     if x_scale_ptr is not None:
@@ -508,19 +543,18 @@ def small_batch_linear_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     acc = _multiply(
-        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr, weight_scale_ptr), (rows, in_rows, row_tile),
-        (weight_rows, in_columns, tile), x_stride, begin,
+        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
+        (weight_rows, in_columns, tile, num_columns), x_stride, begin,
         FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
     )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
-        answer = _finish(
+        result = _finish(
             acc, moments, column_sum, bias, weight_scale, x_scale, residual, eps,
             K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
-        )  # fmt: skip
-        result = answer.to(out_ptr.dtype.element_ty)
+        ).to(out_ptr.dtype.element_ty)  # fmt: skip
         _leave_to_norm(result, next_weight, after, rows, in_rows, out_columns, inside, tile, width, OUT_PARTS)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
@@ -536,6 +570,8 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
+_MAX_FLOAT8_REGISTERS = 255
+"""All that a thread can have: the assembler's own choice may be a few too few."""
 _BYTES_AHEAD = LINEAR_PREFETCH["bytes_ahead"]
 _PROGRAMS_AT_ONCE = LINEAR_PREFETCH["programs_at_once"]
 
@@ -670,13 +706,13 @@ def small_batch_linear(
         PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
         launch_pdl=use_pdl,
-        **_tiles_of(config),
+        **_tiles_of(config, form),
     )
     return after.result(next_norm, out)
 
 
-def _stored(layer: PackedLinear) -> tuple[torch.Tensor, torch.Tensor | None, WeightFormat]:
-    """Return a layer's weight as the kernel reads it, its scales if it has some, and how it is stored."""
+def _stored(layer: PackedLinear) -> tuple[torch.Tensor, tuple[Any, ...] | None, WeightFormat]:
+    """Return a layer's weight as the kernel reads it, its scales with their strides, and how it is stored."""
     weight = layer.weight
     if not isinstance(weight, Float8Weight):
         return weight, None, WeightFormat()
@@ -684,18 +720,22 @@ def _stored(layer: PackedLinear) -> tuple[torch.Tensor, torch.Tensor | None, Wei
     form = WeightFormat(
         scale_rows, layer.is_gated and not layer.alternates, not triton.knobs.runtime.interpret
     )
-    return weight.values.view(torch.uint8), weight.scales, form
+    return weight.values.view(torch.uint8), (weight.scales, *weight.scales.stride()), form
 
 
 def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
-    """Return ``config`` if what is multiplied at once has one scale.
+    """Return ``config`` if what is multiplied at once has one scale, of a gated layer one for each half.
 
     Raises:
-        ShapeError: the depth of a tile, or of a warp's share of it, does not divide that of a block.
+        ShapeError: a tile's rows or its depth do not divide those of a block, or warps share the depth.
     """
-    at_once = config.block_k // config.warp_split
-    if form.SCALE_ROWS > 1 and config.use_dot and SCALED_BLOCK % at_once:
-        raise ShapeError(f"config: expected a depth that divides {SCALED_BLOCK} with blocks, got {at_once}")
+    if form.SCALE_ROWS > 1 and config.use_dot:
+        rows = config.block_n // 2 if form.HALVES else config.block_n
+        if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k or config.warp_split > 1:
+            raise ShapeError(
+                f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, each "
+                f"tile multiplied by all warps, got {config}"
+            )
     return config
 
 
@@ -725,8 +765,8 @@ def _describe(
 
 
 @lru_cache(maxsize=1024)
-def _tiles_of(config: LinearConfig) -> dict[str, Any]:
-    """Return the kernel's arguments that follow from ``config`` alone."""
+def _tiles_of(config: LinearConfig, form: WeightFormat) -> dict[str, Any]:
+    """Return the kernel's arguments that follow from these alone."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -739,4 +779,5 @@ def _tiles_of(config: LinearConfig) -> dict[str, Any]:
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "maxnreg": _MAX_FLOAT8_REGISTERS if form.SCALE_ROWS else None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -51,6 +51,8 @@ LINEAR_PREFETCH = constants("linear prefetch")
 _MIN_PROGRAMS = 96
 """That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
 132."""
+_MIN_FLOAT8_PROGRAMS = 192
+"""Likewise, where several programs fit a multiprocessor, and fewer have too few bytes under way."""
 _TENSOR_MEMORY_DEPTH = 512
 
 
@@ -98,12 +100,12 @@ def _parts(part: int, facts: Facts, values: Mapping[str, Value]) -> int:
     return int(-(-facts["depth"] // part))
 
 
-def _fill(least: int, facts: Facts, values: Mapping[str, Value]) -> int:
-    """Return how many programs share a tile's depth to fill the GPU, of ``least`` each at least."""
+def _fill(min_programs: int, least: int, facts: Facts, values: Mapping[str, Value]) -> int:
+    """Return how many programs share a tile's depth to make ``min_programs`` of them, of ``least`` each at least."""
     sizes = (int(values["block_m"]), int(values["block_n"]), 0)  # type: ignore[arg-type]
     tiles = LinearConfig(*sizes).num_tiles(facts["rows"], facts["columns"])
     parts = 1
-    while tiles * parts < _MIN_PROGRAMS and facts["depth"] >= 2 * parts * least:
+    while tiles * parts < min_programs and facts["depth"] >= 2 * parts * least:
         parts *= 2
     return parts
 
@@ -122,7 +124,7 @@ _LINEAR = Table(
     "linear",
     LinearConfig,
     ("rows", "columns", "depth", "exact", "tma"),
-    rules={"depth": _depth, "whole": _whole, "parts": _parts, "fill": _fill},
+    rules={"depth": _depth, "whole": _whole, "parts": _parts, "fill": partial(_fill, _MIN_PROGRAMS)},
     results={"programs": _num_programs, "scratch": _num_scratch_floats},
 )
 
@@ -131,7 +133,7 @@ _FLOAT8_LINEAR = Table(
     "float8 linear",
     LinearConfig,
     ("rows", "columns", "depth"),
-    rules={"fill": _fill},
+    rules={"fill": partial(_fill, _MIN_FLOAT8_PROGRAMS)},
     results={},
 )
 
