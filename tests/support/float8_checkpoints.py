@@ -6,12 +6,15 @@ Scales and numbers are made by formulas, not by what reads them.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+
+from tests.support.llama_checkpoints import write_checkpoint
 
 FORMATS = (
     "fp8 blocks",
@@ -24,6 +27,28 @@ FORMATS = (
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
+# Blocks that end inside the depth of a product, and inside the rows of one.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+KEPT = "model.layers.1.mlp.down_proj"
+
+
+def write_pair(path: Path, family: str, form: str, **changes: Any) -> tuple[Path, Path]:
+    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
+    float8 = write_checkpoint(path / "float8", family, **{**SIZES, **changes})
+    dense = Path(shutil.copytree(float8, path / "dense"))
+    meant = quantize(float8, form, ignored=(KEPT,))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in meant.items()},
+        dense / "model.safetensors",
+        {"format": "pt"},
+    )
+    return float8, dense
 
 
 def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
