@@ -35,6 +35,8 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# Whole blocks: what all of vLLM's kernels take.
+GPU_SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
 KEPT = "model.layers.1.mlp.down_proj"
 
 
