@@ -63,8 +63,19 @@ def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[
     Returns:
         All tensors of the checkpoint by name, those that were quantized in float32: numbers times scales.
     """
-    path, stored, meant = folder / "model.safetensors", {}, {}
-    for name, tensor in load_file(path).items():
+    path = folder / "model.safetensors"
+    stored, meant = quantized(load_file(path), form, ignored=ignored)
+    save_file(stored, path, {"format": "pt"})
+    write_description(folder, form, ["lm_head", *ignored])
+    return meant
+
+
+def quantized(
+    tensors: dict[str, torch.Tensor], form: str, *, ignored: tuple[str, ...] = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what is stored of some tensors of a checkpoint, and what ``quantize`` returns."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if not module.endswith("_proj") or module in ignored or not name.endswith(".weight"):
             stored[name] = meant[name] = tensor
@@ -78,15 +89,18 @@ def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[
             stored[f"{module}.input_scale"] = torch.tensor(0.5)
             if module.endswith("k_proj"):  # of the K/V cache
                 stored[f"{module}.{'k_scale' if form == 'modelopt' else 'output_scale'}"] = torch.tensor(0.5)
-    save_file(stored, path, {"format": "pt"})
+    return stored, meant
+
+
+def write_description(folder: Path, form: str, ignored: list[str]) -> None:
+    """Say in a checkpoint's JSON files how it is quantized."""
     fields = json.loads((folder / "config.json").read_text())
-    described = describe(form, ["lm_head", *ignored])
+    described = describe(form, ignored)
     if form == "modelopt":
         (folder / "hf_quant_config.json").write_text(json.dumps(described))
     else:
         fields["quantization_config"] = described
     (folder / "config.json").write_text(json.dumps(fields))
-    return meant
 
 
 def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:
