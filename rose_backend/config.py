@@ -21,6 +21,8 @@ STEP_BUDGETS = ("auto", "off")
 """Besides numbers of milliseconds."""
 
 MAX_RUN_AHEAD = 4
+MAX_PACKED_ROWS = 256
+"""Of a product that takes in the norm before it, see ``rose_backend.kernels.small_batch_linear``."""
 MAX_NUM_THREADS = 1024
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _RANGES = {
@@ -133,6 +135,12 @@ class PluginConfig(Switches):
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's
     outputs after the other."""
+    quantized_layers: bool = True
+    """Rose's layers for models with float8 weights, too; off: vLLM's."""
+    max_quantized_rows: int | None = None
+    """Decodes of a step, 256 at most, up to which Rose's kernels multiply float8 weights by activations in 16 bits.
+    vLLM's own products, whose activations are in 8 bits, take more decodes, and prompts; 0: all. None takes what was
+    measured."""
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
     of the same name."""
@@ -144,6 +152,8 @@ class PluginConfig(Switches):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "step_budget", read_step_budget("step_budget", self.step_budget))
+        if self.max_quantized_rows is not None:
+            check_int("max_quantized_rows", self.max_quantized_rows, 0, MAX_PACKED_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,6 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from tests.support.float8_checkpoints import quantize
     from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
     if shape == GPT2_124M:
@@ -123,8 +122,8 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
     # Rotary positions have no weights: the model is the same with a longer window.
     text.max_position_embeddings = max(text.max_position_embeddings, window or 0)
     torch.manual_seed(0)
-    if shape in (GPT_OSS_20B, QWEN3_30B):
-        _write_layer_by_layer(folder, config)
+    if shape in (GPT_OSS_20B, QWEN3_30B, *FLOAT8_FORMATS):
+        _write_layer_by_layer(folder, config, FLOAT8_FORMATS.get(shape))
     else:
         # A billion numbers and more: seconds on a GPU.
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -132,8 +131,6 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
             model = factory.from_config(config, dtype=getattr(torch, str(config.dtype).split(".")[-1]))
         model.save_pretrained(folder)
         del model
-    if shape in FLOAT8_FORMATS:
-        quantize(folder, FLOAT8_FORMATS[shape])
     if torch.cuda.is_available():
         # An engine that takes its share of the whole GPU finds it empty.
         torch.cuda.empty_cache()
@@ -406,11 +403,17 @@ def gpt_oss_config(*, small: bool = False) -> GptOssConfig:
     )
 
 
-def _write_layer_by_layer(folder: Path, config: PreTrainedConfig) -> None:
-    """Write a model too large to be in memory twice: one file for each layer, and one for what is around them."""
+def _write_layer_by_layer(folder: Path, config: PreTrainedConfig, form: str | None) -> None:
+    """Write a model too large to be in memory twice: one file for each layer, and one for what is around them.
+
+    Args:
+        form: of weights in float8, one of ``FLOAT8_FORMATS``; None: none are.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
+
+    from tests.support.float8_checkpoints import quantized, write_description
 
     num_layers, device = config.num_hidden_layers, "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as scratch, torch.device(device):
@@ -429,11 +432,15 @@ def _write_layer_by_layer(folder: Path, config: PreTrainedConfig) -> None:
             if tensor.ndim > 1:
                 tensor.normal_(0.0, config.initializer_range)
         named = {name.replace(".layers.0.", f".layers.{index}."): tensor for name, tensor in parts.items()}
+        if form is not None:
+            named, _ = quantized(named, form)
         save_file(named, folder / file)
         weight_map |= dict.fromkeys(named, file)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
+    if form is not None:
+        write_description(folder, form, ["lm_head"])
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -35,6 +35,11 @@ def max_packed_rows(hidden_size: int) -> int:
     return min(constants("packed products", hidden_size=hidden_size)["max_rows"], MAX_ROWS)
 
 
+def max_packed_float8_rows() -> int:
+    """Return the same for float8 weights beside a host's product, whose activations are in 8 bits."""
+    return min(constants("packed float8 products")["max_rows"], MAX_ROWS)
+
+
 def rotates_inside(num_decodes: int, head_size: int) -> bool:
     """Return whether attention applies RoPE itself in a step that only decodes, in place of a separate launch.
 
@@ -63,12 +68,16 @@ class Decoder:
     otherwise."""
     adapter_rows: AdapterRows | None = None
     """Of the layers' ``Adapters``; None: no token of the step has an adapter."""
+    max_packed_rows: int | None = None
+    """Largest small batch; None: as large as ``max_packed_rows`` says."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
         norm = self.layers[0].attn_norm
-        is_small_batch = attention.decodes_only and num_tokens <= max_packed_rows(norm.weight.shape[0])
-        return norm.packed if is_small_batch else None
+        most = self.max_packed_rows
+        if most is None:
+            most = max_packed_rows(norm.weight.shape[0])
+        return norm.packed if attention.decodes_only and num_tokens <= most else None
 
 
 def run_layers(

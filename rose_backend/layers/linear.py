@@ -66,6 +66,9 @@ class Linear:
     """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
     ``Float8Weight`` is the same one."""
     adapters: Adapters | None = None
+    many_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The host's own product, bias included, of batches that are not small. Only it knows what is in ``weight`` where
+    there is no packed layer."""
 
     @property
     def num_inputs(self) -> int:
@@ -148,7 +151,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         gated=gated,
     )
     if isinstance(packed.weight, Float8Weight):
-        return Linear(packed.weight, packed.bias, packed)
+        return replace(linear, packed=packed)
     bias = None if packed.bias is None else packed.bias.to(packed.weight.dtype)
     return Linear(packed.weight.t(), bias, packed, linear.adapters)
 
@@ -263,6 +266,7 @@ class ResidualStream:
             self.switches.fused_add_layernorm
             and self._adapter_rows is None
             and isinstance(linear.weight, torch.Tensor)
+            and linear.many_rows is None
             and adds_halves(x, linear)
         ):
             # The halves of both inner dimensions, multiplied apart; the next norm sums them.
@@ -365,6 +369,8 @@ def fewest_halved_rows(width: int, num_processors: int) -> int:
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    if linear.many_rows is not None:
+        return linear.many_rows(x)
     if isinstance(linear.weight, Float8Weight):
         return float8_linear(x, linear.weight, linear.bias)
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

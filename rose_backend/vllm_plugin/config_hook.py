@@ -25,6 +25,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     why_mixed_steps_are_not_captured,
     why_prompts_need_python,
 )
+from rose_backend.vllm_plugin.models.float8_weights import float8_scales
 from rose_backend.vllm_plugin.models.model_choice import (
     GPT2,
     ModelChoice,
@@ -152,7 +153,14 @@ def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: Mode
     if uses_flash_attention(vllm_config):
         attention += f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
     manager = "RoseKVCacheManager" if options.uses_rose_manager(vllm_config) else "vLLM's own"
-    names = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
+    names = (
+        *SWITCH_NAMES,
+        "block_manager",
+        "batched_scheduling",
+        "step_graph",
+        "joined_outputs",
+        "quantized_layers",
+    )
     off = [name for name in names if not getattr(switches, name)]
     parts = (
         f"attention ROSE ({attention}{_describe_graphs(vllm_config)})",
@@ -223,7 +231,12 @@ def _describe_model(vllm_config: VllmConfig, switches: PluginConfig, choice: Mod
         model_config = vllm_config.model_config
         return f"vLLM's own {model_config.architecture if model_config is not None else ''}".rstrip()
     norm = "LayerNorm" if chosen == GPT2 else "RMSNorm"
-    fused = {"fused MLP": switches.fused_mlp, f"fused add + {norm}": switches.fused_add_layernorm}
+    fused = {
+        "fused MLP": switches.fused_mlp,
+        f"fused add + {norm}": switches.fused_add_layernorm,
+    }
+    if chosen != GPT2 and vllm_config.quant_config is not None:
+        fused[f"float8 weights with scales of {float8_scales(vllm_config.quant_config)}"] = True
     return f"{chosen} ({', '.join(name for name, is_on in fused.items() if is_on)})"
 
 

@@ -6,6 +6,7 @@ Sleeping engines have a process of their own: vLLM's allocator serves one engine
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.support.float8_checkpoints import GPU_SIZES, write_pair
 from tests.support.graph_pointers import capture_kept, find_strangers
 from tests.support.random_checkpoints import (
     VOCAB_SIZE,
@@ -126,12 +128,23 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
-@pytest.mark.parametrize("model", ["Qwen3", "Llama"])
+def write_float8(path: Path, form: str, seed: int = 0) -> Path:
+    path, _ = write_pair(path, "qwen3", form, vocab_size=VOCAB_SIZE, seed=seed, **GPU_SIZES)
+    return path
+
+
+FLOAT8 = {
+    form: partial(write_float8, form=form) for form in ("fp8 blocks", "fp8", "compressed-tensors channel")
+}
+
+
+@pytest.mark.parametrize("model", ["Qwen3", "Llama", *FLOAT8])
 def test_graphs_hold_what_is_listed_and_nothing_else(
     make_engine: MakeEngine, tmp_path: Path, model: str
 ) -> None:
-    path = WRITERS[model](tmp_path)
-    with make_engine(model=str(path), dtype="float16", **OPTIONS) as llm:
+    path = {**WRITERS, **FLOAT8}[model](tmp_path)
+    dtype = "bfloat16" if model in FLOAT8 else "float16"
+    with make_engine(model=str(path), dtype=dtype, **OPTIONS) as llm:
         assert has_roses_layers(llm)
         ask, answers = asks(llm), said(llm)
         ask(capture_kept)
@@ -185,9 +198,13 @@ def test_graphs_of_multimodal_models_hold_nothing_else(
 
 
 @pytest.mark.usefixtures("own_process")
-def test_steps_are_replayed_after_sleep_and_reloads(make_engine: MakeEngine, tmp_path: Path) -> None:
-    old, new = (write_random_qwen3(tmp_path / f"{seed}", seed=seed) for seed in range(2))
-    options = {**OPTIONS, "enable_sleep_mode": True}
+@pytest.mark.parametrize("model", ["Qwen3", *FLOAT8])
+def test_steps_are_replayed_after_sleep_and_reloads(
+    make_engine: MakeEngine, tmp_path: Path, model: str
+) -> None:
+    write = FLOAT8.get(model, write_random_qwen3)
+    old, new = (write(tmp_path / f"{seed}", seed=seed) for seed in range(2))
+    options = {**OPTIONS, "enable_sleep_mode": True} | ({"dtype": "bfloat16"} if model in FLOAT8 else {})
     with make_engine(model=str(new), **options) as llm:
         # A fresh engine with the other weights.
         answers_of_new = said(llm)
@@ -221,21 +238,24 @@ def test_steps_are_replayed_after_sleep_and_reloads(make_engine: MakeEngine, tmp
 
 @pytest.mark.parametrize(
     ("prefix", "layers"),
-    [("lm_head", "Rose's"), ("model.norm", "Rose's"), ("", "vLLM's")],
-    ids=["the head", "the last norm", "everything"],
+    [
+        *(("lm_head", "Rose's"), ("model.norm", "Rose's"), ("", "vLLM's")),
+        # Nothing of float8 weights is packed.
+        *(("model.layers", form) for form in FLOAT8),
+    ],
 )
 def test_graphs_are_captured_again_where_weights_have_moved(
     make_engine: MakeEngine, tmp_path: Path, prefix: str, layers: str
 ) -> None:
-    path = WRITERS["Llama"](tmp_path)
-    options = dict(OPTIONS)
+    path = FLOAT8.get(layers, WRITERS["Llama"])(tmp_path)
+    options = dict(OPTIONS) | ({"dtype": "bfloat16"} if layers in FLOAT8 else {})
     if layers == "vLLM's":
         options |= {
             "additional_config": VLLMS_LAYERS,
             "compilation_config": {"cudagraph_capture_sizes": GRAPHS["cudagraph_capture_sizes"]},
         }
     with make_engine(model=str(path), **options) as llm:
-        assert has_roses_layers(llm) == (layers == "Rose's")
+        assert has_roses_layers(llm) == (layers != "vLLM's")
         ask, answers = asks(llm), said(llm)
         captured, before = ask(which_capture), ask(count_replayed)
         assert ask(move, prefix)

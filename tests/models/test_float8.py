@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,10 @@ from rose_backend.kernels import Float8Weight
 from rose_backend.layers.linear import Linear, Mlp
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.quantization import Quantization
-from tests.support.float8_checkpoints import FORMATS, quantize
+from tests.support.float8_checkpoints import FORMATS, quantize, write_pair
 from tests.support.half_precision import judge
 from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.reference_generation import greedy_differences
-
-# Blocks that end inside the depth of a product, and inside the rows of one.
-SIZES = {
-    "hidden_size": 192,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-KEPT = "model.layers.1.mlp.down_proj"
-
-
-def write_pair(path: Path, family: str, form: str) -> tuple[Path, Path]:
-    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
-    float8 = write_checkpoint(path / "float8", family, **SIZES)
-    dense = Path(shutil.copytree(float8, path / "dense"))
-    meant = quantize(float8, form, ignored=(KEPT,))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in meant.items()},
-        dense / "model.safetensors",
-        {"format": "pt"},
-    )
-    return float8, dense
 
 
 def linears_of(model: CausalLM) -> list[Linear]:

@@ -6,12 +6,15 @@ Scales and numbers are made by formulas, not by what reads them.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+
+from tests.support.llama_checkpoints import write_checkpoint
 
 FORMATS = (
     "fp8 blocks",
@@ -24,6 +27,30 @@ FORMATS = (
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
+# Blocks that end inside the depth of a product, and inside the rows of one.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+# Whole blocks: what all of vLLM's kernels take.
+GPU_SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+KEPT = "model.layers.1.mlp.down_proj"
+
+
+def write_pair(path: Path, family: str, form: str, **changes: Any) -> tuple[Path, Path]:
+    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
+    float8 = write_checkpoint(path / "float8", family, **{**SIZES, **changes})
+    dense = Path(shutil.copytree(float8, path / "dense"))
+    meant = quantize(float8, form, ignored=(KEPT,))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in meant.items()},
+        dense / "model.safetensors",
+        {"format": "pt"},
+    )
+    return float8, dense
 
 
 def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -36,8 +63,19 @@ def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[
     Returns:
         All tensors of the checkpoint by name, those that were quantized in float32: numbers times scales.
     """
-    path, stored, meant = folder / "model.safetensors", {}, {}
-    for name, tensor in load_file(path).items():
+    path = folder / "model.safetensors"
+    stored, meant = quantized(load_file(path), form, ignored=ignored)
+    save_file(stored, path, {"format": "pt"})
+    write_description(folder, form, ["lm_head", *ignored])
+    return meant
+
+
+def quantized(
+    tensors: dict[str, torch.Tensor], form: str, *, ignored: tuple[str, ...] = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what is stored of some tensors of a checkpoint, and what ``quantize`` returns."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if not module.endswith("_proj") or module in ignored or not name.endswith(".weight"):
             stored[name] = meant[name] = tensor
@@ -51,15 +89,18 @@ def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[
             stored[f"{module}.input_scale"] = torch.tensor(0.5)
             if module.endswith("k_proj"):  # of the K/V cache
                 stored[f"{module}.{'k_scale' if form == 'modelopt' else 'output_scale'}"] = torch.tensor(0.5)
-    save_file(stored, path, {"format": "pt"})
+    return stored, meant
+
+
+def write_description(folder: Path, form: str, ignored: list[str]) -> None:
+    """Say in a checkpoint's JSON files how it is quantized."""
     fields = json.loads((folder / "config.json").read_text())
-    described = describe(form, ["lm_head", *ignored])
+    described = describe(form, ignored)
     if form == "modelopt":
         (folder / "hf_quant_config.json").write_text(json.dumps(described))
     else:
         fields["quantization_config"] = described
     (folder / "config.json").write_text(json.dumps(fields))
-    return meant
 
 
 def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:

@@ -98,7 +98,9 @@ def write_checkpoint(
 ) -> Path:
     """Write one of ``CASES``, with other fields of its config where ``changes`` say so, and return ``path``."""
     path.mkdir(parents=True, exist_ok=True)
-    end_of_text = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=WINDOW)
+    end_of_text = write_tokenizer(
+        path, vocab_size=changes.get("vocab_size", VOCAB_SIZE), model_max_length=WINDOW
+    )
     model_class, config_class, fields = CASES[case]
     config = config_class(**{**_SIZES, "eos_token_id": end_of_text, **fields, **changes})
     save_random(model_class, config, path, seed, dtype)

@@ -46,6 +46,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Unquan
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.platforms import PlatformEnum
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -99,7 +100,7 @@ from rose_backend.vllm_plugin.attention.backend import (
 from rose_backend.vllm_plugin.captured_processors import SAMPLING_PARAMETERS
 from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.models import decoder
+from rose_backend.vllm_plugin.models import decoder, float8_weights
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
 from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
@@ -752,6 +753,7 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
     assert {name for name in vars(decoder.RoseDecoder) if not name.startswith("__")} == {
         "forward",
         "_update_layer",
+        "_choose_packed_rows",
         "take_moved_weights",
         "_adapter_rows",
         "lora_manager",
@@ -762,6 +764,24 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
 def test_linear_modules_call_what_rose_puts_in_the_place_of_their_method() -> None:
     for name in ("process_weights_after_loading", "apply"):
         assert_accepts(getattr(RoseLinearMethod, name), getattr(UnquantizedLinearMethod, name), name)
+
+
+def test_float8_weights_are_kept_by_the_kernels_and_methods_that_are_known() -> None:
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.layers.quantization import fp8, modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+    from vllm.model_executor.layers.quantization.online import fp8 as online
+
+    owners = (fp8, modelopt, compressed_tensors, online)
+    for name in float8_weights.METHODS:
+        assert any(hasattr(owner, name) for owner in owners), name
+    by_blocks = {each.__name__ for each in kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]}
+    by_rows = {each.__name__ for each in kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA]}
+    # These rearrange weights, or have not been read.
+    others = {"B12xFp8BlockScaledMMKernel", "MarlinFP8ScaledMMLinearKernel", "HummingFP8ScaledMMLinearKernel"}
+    assert by_blocks == others | set(float8_weights.BLOCK_KERNELS)
+    others = others - {"B12xFp8BlockScaledMMKernel"} | {"B12xTensorFP8ScaledMMLinearKernel"}
+    assert by_rows == others | set(float8_weights.ROW_KERNELS)
 
 
 def test_weights_are_loaded_as_roses_loaders_take_them() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,18 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.config import vllm as vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 
+from rose_backend.config import PluginConfig
+from rose_backend.errors import ConfigError
+from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models import gpt2
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
 from rose_backend.vllm_plugin.options import rose_options
-from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.float8_checkpoints import FORMATS, write_pair
+from tests.support.llama_checkpoints import change_json, write_checkpoint
 from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
+from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +166,8 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("case", "change", "reason"),
     [
-        ("llama", change("quant_config", SimpleNamespace()), "quantized weights"),
-        ("llama", change("model_config.quantization", "fp8"), "quantized weights"),
+        ("llama", change("quant_config", SimpleNamespace()), "quantized weights other than float8"),
+        ("llama", change("model_config.quantization", "fp8"), "quantized weights other than float8"),
         (
             "llama",
             change("weight_transfer_config", SimpleNamespace(backend="sparse_nccl")),
@@ -196,6 +203,102 @@ def test_vllms_layers_stay_where_a_machine_without_a_gpu_cannot_be_asked(
     assert choice == (None, reason) and layers_of(config) in DECODERS
     line = describe_parts(config, rose_options(config), choice)
     assert idle_parts(line)["fused_mlp"] == reason
+
+
+FLOAT8 = dict(zip(FORMATS, ("blocks", "matrices", "rows", "blocks", "matrices", "matrices"), strict=True))
+"""What has a scale of its own in each format."""
+
+
+@pytest.fixture
+def float8(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that makes the configuration of a checkpoint in a format, on an H100."""
+
+    def make(form: str, *, fields: dict[str, Any] | None = None, **options: Any) -> Any:
+        platform = {name: options.pop(name) for name in ("capability", "is_cuda") if name in options}
+        Float8OnCpu(monkeypatch, **platform)
+        path, _ = write_pair(tmp_path, "qwen3", form)
+        if fields is not None:
+            described = json.loads((path / "config.json").read_text())["quantization_config"]
+            change_json(path / "config.json", quantization_config=described | fields)
+        return make_config(**{"model": str(path), "enforce_eager": False, **options})
+
+    return make
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_float8_weights_have_roses_layers(float8: Callable[..., Any], rose_log: list[str], form: str) -> None:
+    config = float8(form)
+    assert layers_of(config) == "RoseQwen3ForCausalLM"
+    assert (
+        f"RoseQwen3ForCausalLM (fused MLP, fused add + RMSNorm, float8 weights with scales of {FLOAT8[form]});"
+        in (rose_log[0])
+    )
+    # What vLLM's own products launch first is no row of torch operations.
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert "+quant_fp8" in config.compilation_config.custom_ops
+    config.__post_init__()
+    assert layers_of(config) == "RoseQwen3ForCausalLM"
+
+
+def test_what_the_user_says_of_quantized_activations_stays(float8: Callable[..., Any]) -> None:
+    config = float8("fp8", compilation_config={"custom_ops": ["-quant_fp8"]})
+    assert "+quant_fp8" not in config.compilation_config.custom_ops
+
+
+@pytest.mark.parametrize("rows", [-1, MAX_ROWS + 1, True, "many"])
+def test_how_many_decodes_may_be_roses(rows: Any) -> None:
+    assert PluginConfig(max_quantized_rows=MAX_ROWS).max_quantized_rows == MAX_ROWS
+    with pytest.raises(
+        ConfigError, match=f"max_quantized_rows: got {rows!r}, allowed is an integer from 0 to 256"
+    ):
+        PluginConfig(max_quantized_rows=rows)
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
+def test_weights_quantized_online_have_roses_layers(
+    make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    Float8OnCpu(monkeypatch)
+    assert layers_of(make_config(model=llama, quantization=quantization)) in DECODERS.values()
+
+
+def with_blocks_of(*block: int) -> dict[str, Any]:
+    return {"weight_block_size": list(block)}
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "reason"),
+    [
+        ("fp8 blocks", {"is_cuda": False}, "float8 weights without a CUDA device"),
+        ("fp8", {"capability": (8, 6)}, "float8 weights on this GPU"),
+        ("fp8 blocks", {"capability": (10, 0)}, "float8 weights on this GPU"),
+        ("compressed-tensors channel", {"capability": (10, 0)}, None),
+        ("fp8", {"capability": (8, 9)}, None),
+        ("fp8 blocks", {"fields": with_blocks_of(64, 128)}, "quantized weights other than float8"),
+        ("fp8 blocks", {"fields": {"store_dtype": "mxfp4"}}, "quantized weights other than float8"),
+        ("fp8", {"enable_lora": True}, "float8 weights with LoRA"),
+        ("fp8", {"tensor_parallel_size": 2}, "float8 weights with tensor parallelism"),
+        ("fp8", {"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),
+        (
+            "fp8 blocks",
+            {"kernel_config": {"linear_backend_per_quant": {"fp8_block_w8a8": "triton"}}},
+            "this linear backend",
+        ),
+    ],
+    ids=str,
+)
+def test_vllms_layers_stay_with_other_float8_weights(
+    float8: Callable[..., Any],
+    rose_log: list[str],
+    form: str,
+    options: dict[str, Any],
+    reason: str | None,
+) -> None:
+    config = float8(form, **options)
+    assert idle_parts(rose_log[0]).get("fused_mlp") == reason
+    assert (layers_of(config) in DECODERS.values()) is (reason is None)
+    if reason == "quantized_layers off":
+        assert "disabled: quantized_layers;" in rose_log[0]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])

@@ -21,6 +21,7 @@ from rose_backend.compile_ahead.pool import CompiledKernel
 from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches, record_launches
 from rose_backend.kernels.attention.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.kernels.linear.small_batch_linear import WeightFormat
 from rose_backend.kernels.pointwise.elementwise import RotationSizes
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
@@ -34,8 +35,10 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     recorded_step,
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
+from tests.support.float8_checkpoints import write_pair
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.support.vllm_plugin.configs import MakeConfig, connector
+from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
@@ -188,6 +191,34 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     assert {source.name for source in recorded(additional_config={"rose": off})} == (
         ATTENTION_KERNELS | SAMPLING_KERNELS
     )
+
+
+@pytest.mark.parametrize(("form", "block"), [("fp8 blocks", 128), ("compressed-tensors channel", 1)])
+def test_products_with_float8_weights_are_recorded(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, block: int
+) -> None:
+    Float8OnCpu(monkeypatch)
+    path, _ = write_pair(tmp_path, "qwen3", form)
+
+    def recorded(**options: Any) -> list[KernelSource]:
+        sizes = [*SIZES[:-1], 128, 512]
+        config = make_gpu_config(
+            make_config, sizes, model=str(path), max_num_seqs=128, dtype="float32", **options
+        )
+        return [
+            each
+            for each in sources_of(config, make_layer(config))
+            if each.name == "small_batch_linear_kernel"
+        ]
+
+    sources = recorded()
+    formats = [
+        value for each in sources for value in each.constexprs.values() if isinstance(value, WeightFormat)
+    ]
+    assert len(formats) == len(sources) > 10 and {each.SCALE_ROWS for each in formats} == {block}
+    # More decodes are vLLM's products.
+    assert len(recorded(additional_config={"rose": {"max_quantized_rows": 8}})) < len(sources)
+    assert not recorded(additional_config={"rose": {"max_quantized_rows": 0}})
 
 
 class Pool:

@@ -53,9 +53,11 @@ from rose_backend.layers.linear import (
     ResidualStream,
     packs_layers,
 )
+from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, max_packed_rows
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
+from rose_backend.vllm_plugin.plugin_logger import logger
 
 Keep = Callable[[str, torch.Tensor], None]
 
@@ -72,10 +74,11 @@ class LoadedLayer:
     def __init__(self, layer: Any, *, packs: bool, keep: Keep) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention, self._mlp = attention, mlp
-        self._products = [
-            RoseLinearMethod(module, packs=packs, gated=module is mlp.gate_up_proj)
-            for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        ]
+        self.products: list[RoseLinearMethod | LoadedFloat8] = []
+        for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            is_dense = isinstance(module.quant_method, UnquantizedLinearMethod)
+            kind = RoseLinearMethod if is_dense else LoadedFloat8
+            self.products.append(kind(module, packs=packs, gated=module is mlp.gate_up_proj))
         norms = {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
         self._norms = [
             LoadedNorm(norm, packs=packs, keep=partial(keep, f"{name}_norm_scale"))
@@ -88,7 +91,7 @@ class LoadedLayer:
         modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         qkv, attn_out, gate_up, down = [
             replace(product.read(), adapters=_adapters_of(module))
-            for product, module in zip(self._products, modules, strict=True)
+            for product, module in zip(self.products, modules, strict=True)
         ]
         attn_norm, mlp_norm = [norm.read() for norm in self._norms]
         query_norm, key_norm = (getattr(self._attention, name, None) for name in ("q_norm", "k_norm"))
@@ -351,6 +354,10 @@ class RoseDecoder:
         if packs:
             self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
+        self._float8 = [
+            product for each in self._loaded for product in each.products if isinstance(product, LoadedFloat8)
+        ]
+        self._max_packed_rows: int | None = None
         self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         for index, attention in enumerate(self._attention):
@@ -361,6 +368,29 @@ class RoseDecoder:
         self._rotations[index] = HeadRotation(
             self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
         )
+        if index + 1 == len(self._loaded) and self._float8:
+            self._choose_packed_rows()
+
+    def _choose_packed_rows(self) -> None:
+        """Choose how many decodes multiply float8 weights by Rose's kernel: none if it cannot read one of them.
+
+        Raises:
+            ModelError: it cannot after a reload; captured graphs hold it.
+        """
+        reason = next((product.unread for product in self._float8 if product.unread), None)
+        found = [product.has_nan for product in self._float8 if product.has_nan is not None]
+        for product in self._float8:
+            product.has_nan = None  # No graph holds it.
+        if reason is None and found and torch.stack(found).any():
+            reason = "a weight that is not a number"
+        if reason is not None:
+            if self._max_packed_rows:
+                raise ModelError(
+                    f"reloaded float8 weights cannot be read by Rose's kernels: {reason}; {KEEP_OPTION} "
+                    "keeps vLLM's layers"
+                )
+            logger.warning("All products with float8 weights are vLLM's, which is slower: %s", reason)
+        self._max_packed_rows = max_packed_rows(self.rose_switches) if reason is None else 0
 
     def take_moved_weights(self) -> None:
         """Use tensors that have been put in the place of weights.
@@ -424,6 +454,7 @@ class RoseDecoder:
             rotations=self._rotations,
             all_reduce=self._all_reduce,
             adapter_rows=rows,
+            max_packed_rows=self._max_packed_rows,
         )
         if inputs_embeds is not None:
             hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.

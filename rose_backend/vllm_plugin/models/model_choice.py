@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.models.float8_weights import why_weights_differ
 from rose_backend.vllm_plugin.options import first_reason
 
 _ROOM = "rose_backend.vllm_plugin.models"
@@ -69,13 +70,18 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> ModelC
     if chosen not in MODEL_CLASSES:
         # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
         chosen = _ROSE_ARCHITECTURES.get(model_config.architecture, "")
-        reason = _why_class_stays(vllm_config, chosen)
+        reason = _why_class_stays(vllm_config, chosen, options)
         if reason is not None:
             return ModelChoice(None, reason)
-    if chosen != GPT2:
-        # There is nothing to compile: the loop over layers launches Rose's kernels.
-        vllm_config.compilation_config.mode = CompilationMode.NONE
     model_config.hf_config.architectures = [chosen]
+    if chosen == GPT2:
+        return ModelChoice(chosen)
+    # There is nothing to compile: the loop over layers launches Rose's kernels.
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    custom_ops = vllm_config.compilation_config.custom_ops
+    if vllm_config.quant_config is not None and not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
+        # vLLM's products launch it. It is one kernel so, and several torch operations where nothing is compiled.
+        custom_ops.append("+quant_fp8")
     return ModelChoice(chosen)
 
 
@@ -86,7 +92,7 @@ def forget_compilation_mode(vllm_config: VllmConfig) -> None:
         vllm_config.compilation_config.mode = None
 
 
-def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
+def _why_class_stays(vllm_config: VllmConfig, chosen: str, options: PluginConfig) -> str | None:
     """Return why vLLM's own class runs the model and not ``chosen``; None if nothing speaks against it."""
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -100,7 +106,7 @@ def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
     ):
         return NO_LAYERS
     if chosen != GPT2:
-        return _why_decoder_stays(vllm_config)
+        return _why_decoder_stays(vllm_config) or why_weights_differ(vllm_config, options)
     activation = getattr(model_config.hf_config, "activation_function", None)
     if activation not in _TANH_GELUS:
         return "another activation than GELU in its tanh form"
@@ -118,7 +124,6 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
     transfer = getattr(vllm_config.weight_transfer_config, "backend", None)
     reasons = {
-        "quantized weights": vllm_config.quant_config is not None or model_config.quantization is not None,
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "dual batch overlap": parallel_config.enable_dbo,
         "drafts": vllm_config.speculative_config is not None,

@@ -16,7 +16,15 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.block_table import get_block_table_width
 
-from rose_backend.kernels import AdapterRows, Adapters, HeadRotation, adapter_rows, embed_tokens
+from rose_backend.kernels import (
+    AdapterRows,
+    Adapters,
+    Float8Weight,
+    HeadRotation,
+    adapter_rows,
+    embed_tokens,
+)
+from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.pointwise import ops
 from rose_backend.kernels.tuning.choices import decode_kind, row_counts
@@ -32,6 +40,7 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.models.float8_weights import BLOCKS, float8_scales, max_packed_rows
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2
 from rose_backend.vllm_plugin.options import rose_options
 
@@ -207,6 +216,8 @@ class RecordedDecoder:
             decoder = pack_layer(decoder)
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
+        is_float8 = isinstance(decoder.qkv.weight, Float8Weight)
+        self._max_packed_rows = max_packed_rows(self._switches) if is_float8 else None
         self._rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
         self._embedding = torch.empty(
             (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device=_META
@@ -235,6 +246,7 @@ class RecordedDecoder:
             rotations=[self._rotation] * len(layers),
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
             adapter_rows=rows,
+            max_packed_rows=self._max_packed_rows,
         )
         self._attention.metadata = metadata
         first_norm = decoder.first_norm(num_tokens, self._attention)
@@ -257,10 +269,15 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=model.dtype, device=_META)
 
-    lora = vllm_config.lora_config
+    lora, quant_config = vllm_config.lora_config, vllm_config.quant_config
+    scales = None if quant_config is None else float8_scales(quant_config)
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
+        if scales is not None:
+            return _float8_linear(
+                fan_in, fan_out, empty(fan_out) if bias else None, by_blocks=scales == BLOCKS
+            )
         if lora is not None:
             slots, rank = lora.max_loras, lora.max_lora_rank
             adapters = Adapters(
@@ -280,3 +297,11 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         head_norm,
         head_norm,
     )
+
+
+def _float8_linear(fan_in: int, fan_out: int, bias: torch.Tensor | None, *, by_blocks: bool) -> Linear:
+    """Return a layer with a weight without memory, and a product that launches none of Rose's kernels."""
+    shape = (-(-fan_out // SCALED_BLOCK), -(-fan_in // SCALED_BLOCK)) if by_blocks else (fan_out, 1)
+    values = torch.empty((fan_out, fan_in), dtype=WEIGHT_DTYPE, device=_META)
+    weight = Float8Weight(values, torch.empty(shape, dtype=torch.float32, device=_META))
+    return Linear(weight, bias, many_rows=lambda x: x.new_empty((x.shape[0], fan_out)))

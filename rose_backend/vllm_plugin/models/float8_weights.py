@@ -1,0 +1,207 @@
+"""Float8 weights of vLLM's linear modules, as vLLM's quantization method leaves them, for Rose's layers.
+
+A module keeps vLLM's method, which loads and multiplies. Rose's kernel for few decodes reads the memory that the method
+ends with, so both multiply by the same numbers, and each is in memory once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from rose_backend.config import PluginConfig
+from rose_backend.kernels import Float8Weight, PackedLinear
+from rose_backend.kernels.arguments import FLOAT8_CAPABILITY, SCALED_BLOCK, WEIGHT_DTYPE
+from rose_backend.layers.decoder import max_packed_float8_rows
+from rose_backend.layers.linear import Linear
+from rose_backend.vllm_plugin.options import first_reason
+
+BLOCKS, ROWS, MATRICES = "blocks", "rows", "matrices"
+"""What has a scale of its own."""
+_MODELOPT = {"FP8": MATRICES, "FP8_PER_CHANNEL_PER_TOKEN": ROWS, "FP8_PB_WO": BLOCKS}
+BLOCK_KERNELS = (
+    *("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
+    *("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
+)
+"""vLLM's kernels for scales of blocks that leave a weight [O, E]. Others rearrange it."""
+ROW_KERNELS = (
+    *("CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"),
+    *("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+)
+"""Those for scales of rows or of the matrix that take a view [E, O] of a weight. Others, as Marlin's, rearrange it."""
+METHODS = (
+    *("Fp8LinearMethod", "CompressedTensorsLinearMethod", "ModelOptLinearMethod"),
+    *("Fp8PerTensorOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod"),
+)
+"""vLLM's methods that are nothing but a product with such a kernel."""
+_CHECKED_BYTES = 1 << 26
+"""Of a weight, that are looked through at once."""
+
+
+def float8_scales(quant_config: Any) -> str | None:
+    """Return what has a scale of its own in a model's float8 weights; None if its weights are quantized otherwise.
+
+    Args:
+        quant_config: vLLM's ``QuantizationConfig``.
+    """
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    # Subclasses have differences of their own.
+    kind = type(quant_config)
+    if kind is Fp8Config:
+        return None if quant_config.store_dtype is not None else _of_blocks(quant_config.weight_block_size)
+    if kind is ModelOptFp8Config:
+        return _MODELOPT.get(quant_config.quant_method)
+    if kind is OnlineQuantizationConfig:
+        return _online_scales(quant_config)
+    return _compressed_scales(quant_config) if kind is CompressedTensorsConfig else None
+
+
+def _of_blocks(block: Any) -> str | None:
+    if block is None:
+        return MATRICES
+    return BLOCKS if list(block) == [SCALED_BLOCK, SCALED_BLOCK] else None
+
+
+def _online_scales(quant_config: Any) -> str | None:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    spec = quant_config.args.linear
+    if spec is None or quant_config.args.targets is not None:
+        return None
+    scales = {
+        quant_utils.kFp8StaticTensorSym: MATRICES,
+        quant_utils.kFp8StaticChannelSym: ROWS,
+        quant_utils.kFp8Static128BlockSym: BLOCKS,
+    }
+    return scales.get(spec.weight)
+
+
+def _compressed_scales(quant_config: Any) -> str | None:
+    """Return the scales of a compressed-tensors model, if all its groups have the same."""
+    if quant_config.transform_config is not None:
+        return None
+    found = set()
+    for scheme in quant_config.target_scheme_map.values():
+        weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+        if not quant_config._is_fp8_w8a8(weights, inputs):
+            return None
+        strategy = str(getattr(weights.strategy, "value", weights.strategy))
+        by_strategy = {"channel": ROWS, "tensor": MATRICES, "block": _of_blocks(weights.block_structure)}
+        found.add(by_strategy.get(strategy))
+    return found.pop() if len(found) == 1 else None
+
+
+def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
+    """Return what is quantized in a way that Rose's layers do not take; None if nothing is, or if they take it."""
+    quant_config = vllm_config.quant_config
+    if quant_config is None and vllm_config.model_config.quantization is None:
+        return None
+    scales = None if quant_config is None else float8_scales(quant_config)
+    capability = current_platform.get_device_capability()
+    reasons = {
+        "quantized weights other than float8": scales is None,
+        "quantized_layers off": not options.quantized_layers,
+        "float8 weights without a CUDA device": not current_platform.is_cuda(),
+        # Marlin rearranges weights on older GPUs, DeepGEMM packs blocks' scales on newer ones.
+        "float8 weights on this GPU": capability is not None
+        and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability >= (10, 0))),
+        # Rose's kernels do not multiply parts of a matrix.
+        "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+        # Not tried.
+        "float8 weights with LoRA": vllm_config.lora_config is not None,
+        "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
+    }
+    return first_reason(reasons)
+
+
+def max_packed_rows(options: PluginConfig) -> int:
+    """Return how many decodes multiply float8 weights by Rose's kernel."""
+    chosen = options.max_quantized_rows
+    return max_packed_float8_rows() if chosen is None else chosen
+
+
+class LoadedFloat8:
+    """A linear module that has a quantization method of vLLM's.
+
+    Args:
+        packs: prepare it for few decodes, if its memory is as Rose's kernel reads it.
+        gated: it is the first one of a gated MLP.
+
+    Attributes:
+        unread: why Rose's kernel cannot read it; None if it can, or has not been asked to.
+        has_nan: one bool on the module's device, of a weight that has just been read by ``read``: whether it has a
+            number that is none.
+    """
+
+    unread: str | None = None
+    has_nan: torch.Tensor | None = None
+
+    def __init__(self, module: Any, *, packs: bool, gated: bool) -> None:
+        self._module, self._packs, self._gated = module, packs, gated
+        self._scales: torch.Tensor | None = None  # Made of vLLM's; where it is, graphs find it.
+
+    def read(self) -> Linear:
+        """Return the product as it is loaded now."""
+        module, weight = self._module, None
+        if self._packs:
+            weight = self._weight()
+        if weight is None:
+            return Linear(module.weight.data, module.bias, many_rows=self._multiply)
+        self.has_nan = _has_nan(weight.values)
+        packed = PackedLinear(weight, module.bias, None, is_gated=self._gated)
+        return Linear(weight, module.bias, packed, many_rows=self._multiply)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self._module.quant_method.apply(self._module, x, self._module.bias)
+        return product
+
+    def _weight(self) -> Float8Weight | None:
+        """Return vLLM's memory; None if Rose's kernel would read something else in it than vLLM's."""
+        module, method = self._module, self._module.quant_method
+        owner = module.scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
+        kernel = getattr(owner, "fp8_linear", None) or getattr(owner, "kernel", None)
+        names = [type(each).__name__ for each in (method, kernel)]
+        if names[0] not in METHODS or names[1] not in (*BLOCK_KERNELS, *ROW_KERNELS):
+            self.unread = " with ".join(names)
+            return None
+        values = module.weight.data
+        given = getattr(module, "weight_scale_inv", None)
+        given = module.weight_scale.data if given is None else given.data
+        num_rows, depth = module.output_size_per_partition, module.input_size_per_partition
+        if names[1] in BLOCK_KERNELS:
+            shape = (-(-num_rows // SCALED_BLOCK), -(-depth // SCALED_BLOCK))
+            scales = given
+        else:
+            shape, values = (num_rows, 1), values.t()
+            scales = given.reshape(-1, 1).expand(num_rows, 1) if given.numel() in (1, num_rows) else given
+        is_plain = (
+            values.dtype is WEIGHT_DTYPE and values.shape == (num_rows, depth) and values.is_contiguous()
+        )
+        if not is_plain or scales.dtype is not torch.float32 or scales.shape != shape:
+            self.unread = f"{names[1]} with a weight {list(values.shape)} and scales {list(given.shape)}"
+            return None
+        self.unread = None
+        return Float8Weight(values, scales if scales.is_contiguous() else self._kept(scales))
+
+    def _kept(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return scales one after the other, in every reload at the same address."""
+        if self._scales is None:
+            self._scales = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
+        return self._scales.copy_(scales)
+
+
+def _has_nan(values: torch.Tensor) -> torch.Tensor:
+    """Return whether an e4m3 weight has a code that is no number, on its device. Rose's kernel takes it for 480."""
+    bits = values.view(torch.uint8)
+    parts = bits.split(max(_CHECKED_BYTES // bits.shape[1], 1))
+    return torch.stack([(part & 0x7F).amax() for part in parts]).amax() == 0x7F
