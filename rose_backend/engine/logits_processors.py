@@ -33,7 +33,9 @@ class ProcessorTables:
     """
 
     def __init__(self, state: SequenceState, vocab_size: int, device: torch.device) -> None:
-        num_slots, num_stops = len(state.num_tokens), MAX_STOP_TOKEN_IDS + len(state.eos_token_ids)
+        num_slots, num_ends = len(state.num_tokens), MAX_STOP_TOKEN_IDS + max(len(state.eos_token_ids), 1)
+        # Whatever a model's tokenizer says, kernels are those that were compiled before it was loaded.
+        num_stops = -(-num_ends // MAX_STOP_TOKEN_IDS) * MAX_STOP_TOKEN_IDS
         self._state = state
         self._device = device
         # TokenLimits but its last field, and bias.

@@ -180,6 +180,15 @@ def test_rows_without_an_entry_leave_others_alone() -> None:
     assert drawn[0].tolist() == [1024, *range(1, 1024)] and set(drawn[1].tolist()) == {6}
 
 
+def test_kernels_do_not_depend_on_how_many_tokens_end_a_text() -> None:
+    """Kernels are compiled ahead for a model whose tokenizer is not known yet."""
+    tables = [
+        ProcessorTables(SequenceState(2, 64, ends), 100, torch.device("cpu")) for ends in ((), (3, 5, 7))
+    ]
+    shapes = [[each.shape for each in made._limits] for made in tables]
+    assert shapes[0] == shapes[1]
+
+
 def test_an_answer_without_a_token_left_ends_with_an_error(make_llm: Callable[..., LLM]) -> None:
     # The second token would have to follow "the", which is the only other one.
     params = {"allowed_token_ids": [259, 623], "bad_words": ["king", "the the"], "max_tokens": 5}
