@@ -276,7 +276,7 @@ def with_blocks_of(*block: int) -> dict[str, Any]:
         ("fp8", {"capability": (8, 9)}, None),
         ("fp8 blocks", {"fields": with_blocks_of(64, 128)}, "quantized weights other than float8"),
         ("fp8 blocks", {"fields": {"store_dtype": "mxfp4"}}, "quantized weights other than float8"),
-        ("fp8", {"enable_lora": True}, "float8 weights with LoRA"),
+        ("fp8", {"enable_lora": True}, None),
         ("fp8", {"tensor_parallel_size": 2}, "float8 weights with tensor parallelism"),
         ("fp8", {"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),
         (

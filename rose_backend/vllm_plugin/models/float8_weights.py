@@ -117,8 +117,6 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability >= (10, 0))),
         # Rose's kernels do not multiply parts of a matrix.
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-        # Not tried.
-        "float8 weights with LoRA": vllm_config.lora_config is not None,
         "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
     }
     return first_reason(reasons)

@@ -274,17 +274,16 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
-        if scales is not None:
-            return _float8_linear(
-                fan_in, fan_out, empty(fan_out) if bias else None, by_blocks=scales == BLOCKS
-            )
         if lora is not None:
             slots, rank = lora.max_loras, lora.max_lora_rank
             adapters = Adapters(
                 tuple(empty(slots, rank, fan_in) for _ in widths),
                 tuple(empty(slots, width, rank) for width in widths),
             )
-        return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None, adapters=adapters)
+        given_bias = empty(fan_out) if bias else None
+        if scales is not None:
+            return _float8_linear(fan_in, fan_out, given_bias, adapters, by_blocks=scales == BLOCKS)
+        return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
     head_norm = empty(size) if model.architecture == "Qwen3ForCausalLM" else None
@@ -299,9 +298,11 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     )
 
 
-def _float8_linear(fan_in: int, fan_out: int, bias: torch.Tensor | None, *, by_blocks: bool) -> Linear:
+def _float8_linear(
+    fan_in: int, fan_out: int, bias: torch.Tensor | None, adapters: Adapters | None, *, by_blocks: bool
+) -> Linear:
     """Return a layer with a weight without memory, and a product that launches none of Rose's kernels."""
     shape = (-(-fan_out // SCALED_BLOCK), -(-fan_in // SCALED_BLOCK)) if by_blocks else (fan_out, 1)
     values = torch.empty((fan_out, fan_in), dtype=WEIGHT_DTYPE, device=_META)
     weight = Float8Weight(values, torch.empty(shape, dtype=torch.float32, device=_META))
-    return Linear(weight, bias, many_rows=lambda x: x.new_empty((x.shape[0], fan_out)))
+    return Linear(weight, bias, adapters=adapters, many_rows=lambda x: x.new_empty((x.shape[0], fan_out)))
