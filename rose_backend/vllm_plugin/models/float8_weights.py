@@ -150,14 +150,14 @@ class LoadedFloat8:
 
     def read(self) -> Linear:
         """Return the product as it is loaded now."""
-        module, weight = self._module, None
-        if self._packs:
-            weight = self._weight()
+        module = self._module
+        weight = self._weight() if self._packs else None
+        bias = None if module.bias is None else module.bias.data
         if weight is None:
-            return Linear(module.weight.data, module.bias, many_rows=self._multiply)
+            return Linear(module.weight.data, bias, many_rows=self._multiply)
         self.has_nan = _has_nan(weight.values)
-        packed = PackedLinear(weight, module.bias, None, is_gated=self._gated)
-        return Linear(weight, module.bias, packed, many_rows=self._multiply)
+        packed = PackedLinear(weight, bias, None, is_gated=self._gated)
+        return Linear(weight, bias, packed, many_rows=self._multiply)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = self._module.quant_method.apply(self._module, x, self._module.bias)
