@@ -479,7 +479,7 @@ def test_layers_of_random_steps(
     options: dict[str, Any],
 ) -> None:
     Float8OnCpu(monkeypatch)
-    path = write_checkpoint(tmp_path / case, case, hidden_size=1024)
+    path = write_checkpoint(tmp_path / case, case, hidden_size=1024, intermediate_size=384)
     config = gpu_config(model=str(path), **options)
     with set_current_vllm_config(config):
         layer = RoseAttentionImpl(16, 128, 128**-0.5, 8)
