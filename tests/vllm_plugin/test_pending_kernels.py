@@ -193,7 +193,9 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     )
 
 
-@pytest.mark.parametrize(("form", "block"), [("fp8 blocks", 128), ("compressed-tensors channel", 1)])
+@pytest.mark.parametrize(
+    ("form", "block"), [("fp8 blocks", 128), ("fp8", 1), ("compressed-tensors channel", 1)]
+)
 def test_products_with_float8_weights_are_recorded(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, block: int
 ) -> None:
