@@ -10,17 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Float8Weight
+from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import MakeEngine
 from tests.support.float8_checkpoints import FORMATS, KEPT, write_pair
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import VOCAB_SIZE
 from tests.support.moments import record_moments
+from tests.support.random_checkpoints import write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
-from tests.support.vllm_engines import generate, runner_of
+from tests.support.vllm_engines import generate, inputs_of, runner_of
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_float8.py is for GPUs")
@@ -231,3 +234,32 @@ def test_weights_quantized_while_they_are_loaded(
                 answers.append([each.token_ids for each in complete(llm, prompts)])
             assert bool(packed) == (rows is None)
     assert answers[0] == answers[1] and answers[2] == answers[3]
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel"])
+def test_adapters(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Prompts,
+    packed: list[Any],
+    form: str,
+) -> None:
+    """Added to what products with float8 weights are, beside requests without one."""
+    vllms = Float8OnCpu(monkeypatch)
+    path, dense = write_pair(tmp_path, "qwen3", form)
+    merged = write_random_adapter(dense, tmp_path / "adapter")
+    adapter = LoRARequest("an adapter", 1, str(tmp_path / "adapter"))
+    requests = [adapter] * len(prompts) + [None] * len(prompts)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    for rows in (MAX_ROWS, 0):
+        packed.clear()
+        vllms.rows.clear()
+        options = {"additional_config": {"rose": {"max_quantized_rows": rows}}}
+        with make_engine(model=str(path), **lora, **options) as llm:
+            assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
+            outputs = llm.generate(inputs_of(prompts * 2), GREEDY, use_tqdm=False, lora_request=requests)
+        answers = [output.outputs[0] for output in outputs]
+        assert_right(merged, prompts, answers[: len(prompts)])
+        assert_right(dense, prompts, answers[len(prompts) :])
+        assert bool(packed) == bool(rows) and vllms.rows

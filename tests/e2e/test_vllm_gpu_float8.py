@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder
@@ -20,6 +21,7 @@ from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts
 from tests.support.llama_checkpoints import VOCAB_SIZE
+from tests.support.random_checkpoints import write_random_adapter
 from tests.support.vllm_engines import has_roses_layers, inputs_of, runner_of
 
 pytestmark = pytest.mark.gpu
@@ -37,12 +39,12 @@ SLACK = 1.05
 """Of errors that should be equal: both sides sample other roundings."""
 
 
-def mean_error(llm: Any, dense: Path) -> float:
+def mean_error(llm: Any, dense: Path, adapter: LoRARequest | None = None) -> float:
     """Return by how much an engine's log-probabilities are off, of tokens that it has chosen itself."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=0) for length in LENGTHS
     ]
-    outputs = llm.generate(inputs_of(PROMPTS), params, use_tqdm=False)
+    outputs = llm.generate(inputs_of(PROMPTS), params, use_tqdm=False, lora_request=adapter)
     completions = [output.outputs[0] for output in outputs]
     judged = judge(dense, PROMPTS, [list(each.token_ids) for each in completions])
     return float(logprob_errors(judged, completions).mean())
@@ -98,6 +100,18 @@ def test_options(make_engine: MakeEngine, tmp_path: Path, form: str, options: di
     with make_engine(model=str(path), **ROSE, additional_config={"rose": options}) as llm:
         assert has_roses_layers(llm) is ("quantized_layers" not in options)
         assert mean_error(llm, dense) <= SLACK * stock
+
+
+def test_adapters(make_engine: MakeEngine, tmp_path: Path) -> None:
+    path, dense = write_pair(tmp_path, "qwen3", "fp8 blocks", **GPU_SIZES)
+    merged = write_random_adapter(dense, tmp_path / "adapter")
+    adapter = LoRARequest("an adapter", 1, str(tmp_path / "adapter"))
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    with make_engine(model=str(path), **STOCK, **lora) as llm:
+        stock = mean_error(llm, merged, adapter)
+    with make_engine(model=str(path), **ROSE, **lora) as llm:
+        assert has_roses_layers(llm)
+        assert mean_error(llm, merged, adapter) <= SLACK * stock
 
 
 def test_a_weight_that_is_no_number_leaves_products_to_vllm(make_engine: MakeEngine, tmp_path: Path) -> None:

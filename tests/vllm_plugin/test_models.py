@@ -254,12 +254,28 @@ def test_how_many_decodes_may_be_roses(rows: Any) -> None:
         PluginConfig(max_quantized_rows=rows)
 
 
-@pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
-def test_weights_quantized_online_have_roses_layers(
-    make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch, quantization: str
+@pytest.mark.parametrize(
+    ("quantization", "gate_rows", "reason"),
+    [
+        *(("fp8_per_tensor", 96, None), ("fp8_per_channel", 96, None), ("fp8_per_block", 128, None)),
+        ("fp8_per_block", 96, "blocks with rows of gate and factor"),
+        ("mxfp8", 128, "quantized weights other than float8"),
+    ],
+)
+def test_weights_quantized_online(
+    make_config: MakeConfig,
+    rose_log: list[str],
+    checkpoints: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str,
+    gate_rows: int,
+    reason: str | None,
 ) -> None:
     Float8OnCpu(monkeypatch)
-    assert layers_of(make_config(model=llama, quantization=quantization)) in DECODERS.values()
+    path = checkpoints("llama", intermediate_size=gate_rows)
+    config = make_config(model=path, quantization=quantization)
+    assert (layers_of(config) in DECODERS.values()) is (reason is None)
+    assert idle_parts(rose_log[0]).get("fused_mlp") == reason
 
 
 def with_blocks_of(*block: int) -> dict[str, Any]:
@@ -276,7 +292,7 @@ def with_blocks_of(*block: int) -> dict[str, Any]:
         ("fp8", {"capability": (8, 9)}, None),
         ("fp8 blocks", {"fields": with_blocks_of(64, 128)}, "quantized weights other than float8"),
         ("fp8 blocks", {"fields": {"store_dtype": "mxfp4"}}, "quantized weights other than float8"),
-        ("fp8", {"enable_lora": True}, "float8 weights with LoRA"),
+        ("fp8", {"enable_lora": True}, None),
         ("fp8", {"tensor_parallel_size": 2}, "float8 weights with tensor parallelism"),
         ("fp8", {"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),
         (

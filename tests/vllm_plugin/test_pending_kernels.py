@@ -193,7 +193,9 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     )
 
 
-@pytest.mark.parametrize(("form", "block"), [("fp8 blocks", 128), ("compressed-tensors channel", 1)])
+@pytest.mark.parametrize(
+    ("form", "block"), [("fp8 blocks", 128), ("fp8", 1), ("compressed-tensors channel", 1)]
+)
 def test_products_with_float8_weights_are_recorded(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, block: int
 ) -> None:
@@ -466,12 +468,20 @@ def test_attention_of_random_steps(gpu_config: Callable[..., Any], case: str) ->
         ("qwen2", A100, {"max_num_batched_tokens": 300}),
         ("mistral", H100, {"tensor_parallel_size": 2}),
         ("qwen3", H100, {"additional_config": {"rose": {"fused_mlp": False}}}),
+        ("qwen3", H100, {"quantization": "fp8_per_block", "dtype": "bfloat16"}),
+        ("llama-biases", H100, {"quantization": "fp8_per_channel", "max_num_seqs": 256}),
     ],
 )
 def test_layers_of_random_steps(
-    gpu_config: Callable[..., Any], tmp_path: Path, case: str, gpu: GpuProperties, options: dict[str, Any]
+    gpu_config: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    gpu: GpuProperties,
+    options: dict[str, Any],
 ) -> None:
-    path = write_checkpoint(tmp_path / case, case, hidden_size=1024)
+    Float8OnCpu(monkeypatch)
+    path = write_checkpoint(tmp_path / case, case, hidden_size=1024, intermediate_size=384)
     config = gpu_config(model=str(path), **options)
     with set_current_vllm_config(config):
         layer = RoseAttentionImpl(16, 128, 128**-0.5, 8)

@@ -6,7 +6,8 @@ nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full
 Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Where layers
 are packed, the rows of the two parts of a gated MLP take turns. What is loaded first is rearranged when everything is
 loaded. Whatever is loaded later, by whichever of vLLM's entrances, goes through the parameters' weight loaders, which
-write it where its rows belong: no update needs a further call or extra memory.
+write it where its rows belong: no update needs a further call or extra memory. Float8 weights are not rearranged; see
+``float8_weights.py``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
-from rose_backend.kernels import Float8Weight, PackedLinear
-from rose_backend.kernels.arguments import FLOAT8_CAPABILITY, SCALED_BLOCK, WEIGHT_DTYPE
+from rose_backend.errors import ShapeError
+from rose_backend.kernels import Float8Weight, PackedLinear, pack_linear
+from rose_backend.kernels.arguments import FLOAT8_CAPABILITY, SCALED_BLOCK
 from rose_backend.layers.decoder import max_packed_float8_rows
 from rose_backend.layers.linear import Linear
 from rose_backend.vllm_plugin.options import first_reason
@@ -115,10 +116,11 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         # Marlin rearranges weights on older GPUs, DeepGEMM packs blocks' scales on newer ones.
         "float8 weights on this GPU": capability is not None
         and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability >= (10, 0))),
+        # vLLM has such checkpoints refused, but quantizes others so.
+        "blocks with rows of gate and factor": scales == BLOCKS
+        and vllm_config.model_config.hf_text_config.intermediate_size % SCALED_BLOCK != 0,
         # Rose's kernels do not multiply parts of a matrix.
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-        # Not tried.
-        "float8 weights with LoRA": vllm_config.lora_config is not None,
         "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
     }
     return first_reason(reasons)
@@ -148,25 +150,22 @@ class LoadedFloat8:
 
     def __init__(self, module: Any, *, packs: bool, gated: bool) -> None:
         self._module, self._packs, self._gated = module, packs, gated
-        self._scales: torch.Tensor | None = None  # Made of vLLM's; where it is, graphs find it.
 
     def read(self) -> Linear:
-        """Return the product as it is loaded now."""
-        module, weight = self._module, None
-        if self._packs:
-            weight = self._weight()
-        if weight is None:
-            return Linear(module.weight.data, module.bias, many_rows=self._multiply)
-        self.has_nan = _has_nan(weight.values)
-        packed = PackedLinear(weight, module.bias, None, is_gated=self._gated)
-        return Linear(weight, module.bias, packed, many_rows=self._multiply)
+        """Return the product as it is loaded now. All its tensors are vLLM's."""
+        module = self._module
+        bias = None if module.bias is None else module.bias.data
+        packed = self._pack(bias) if self._packs else None
+        if packed is None:
+            return Linear(module.weight.data, bias, many_rows=self._multiply)
+        return Linear(packed.weight, bias, packed, many_rows=self._multiply)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = self._module.quant_method.apply(self._module, x, self._module.bias)
         return product
 
-    def _weight(self) -> Float8Weight | None:
-        """Return vLLM's memory; None if Rose's kernel would read something else in it than vLLM's."""
+    def _pack(self, bias: torch.Tensor | None) -> PackedLinear | None:
+        """Return the layer on vLLM's memory; None if Rose's kernel would read something else in it than vLLM's."""
         module, method = self._module, self._module.quant_method
         owner = module.scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
         kernel = getattr(owner, "fp8_linear", None) or getattr(owner, "kernel", None)
@@ -176,28 +175,22 @@ class LoadedFloat8:
             return None
         values = module.weight.data
         given = getattr(module, "weight_scale_inv", None)
-        given = module.weight_scale.data if given is None else given.data
+        scales = (module.weight_scale if given is None else given).data
         num_rows, depth = module.output_size_per_partition, module.input_size_per_partition
-        if names[1] in BLOCK_KERNELS:
-            shape = (-(-num_rows // SCALED_BLOCK), -(-depth // SCALED_BLOCK))
-            scales = given
-        else:
-            shape, values = (num_rows, 1), values.t()
-            scales = given.reshape(-1, 1).expand(num_rows, 1) if given.numel() in (1, num_rows) else given
-        is_plain = (
-            values.dtype is WEIGHT_DTYPE and values.shape == (num_rows, depth) and values.is_contiguous()
-        )
-        if not is_plain or scales.dtype is not torch.float32 or scales.shape != shape:
-            self.unread = f"{names[1]} with a weight {list(values.shape)} and scales {list(given.shape)}"
+        if names[1] in ROW_KERNELS:
+            values = values.t()
+            if scales.numel() in (1, num_rows):
+                scales = scales.reshape(-1, 1).expand(num_rows, 1)
+        weight = Float8Weight(values, scales)
+        try:
+            packed = pack_linear(weight, bias, gated=self._gated)
+            if weight.shape != (num_rows, depth) or weight.has_blocks is not (names[1] in BLOCK_KERNELS):
+                raise ShapeError(f"values {list(values.shape)} with scales {list(scales.shape)}")
+        except ShapeError as error:
+            self.unread = f"{names[1]}, {error}"
             return None
-        self.unread = None
-        return Float8Weight(values, scales if scales.is_contiguous() else self._kept(scales))
-
-    def _kept(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return scales one after the other, in every reload at the same address."""
-        if self._scales is None:
-            self._scales = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
-        return self._scales.copy_(scales)
+        self.unread, self.has_nan = None, _has_nan(values)
+        return packed
 
 
 def _has_nan(values: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.models.float8_weights import BLOCKS, float8_scales, max_packed_rows
+from rose_backend.vllm_plugin.models.float8_weights import BLOCKS, MATRICES, float8_scales, max_packed_rows
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2
 from rose_backend.vllm_plugin.options import rose_options
 
@@ -274,17 +274,22 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
-        if scales is not None:
-            return _float8_linear(
-                fan_in, fan_out, empty(fan_out) if bias else None, by_blocks=scales == BLOCKS
-            )
         if lora is not None:
             slots, rank = lora.max_loras, lora.max_lora_rank
             adapters = Adapters(
                 tuple(empty(slots, rank, fan_in) for _ in widths),
                 tuple(empty(slots, width, rank) for width in widths),
             )
-        return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None, adapters=adapters)
+        given_bias = empty(fan_out) if bias else None
+        if scales is not None:
+            return Linear(
+                _float8_weight(fan_out, fan_in, scales),
+                given_bias,
+                adapters=adapters,
+                # Launches none of Rose's kernels.
+                many_rows=lambda x: x.new_empty((x.shape[0], fan_out)),
+            )
+        return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
     head_norm = empty(size) if model.architecture == "Qwen3ForCausalLM" else None
@@ -299,9 +304,9 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     )
 
 
-def _float8_linear(fan_in: int, fan_out: int, bias: torch.Tensor | None, *, by_blocks: bool) -> Linear:
-    """Return a layer with a weight without memory, and a product that launches none of Rose's kernels."""
-    shape = (-(-fan_out // SCALED_BLOCK), -(-fan_in // SCALED_BLOCK)) if by_blocks else (fan_out, 1)
+def _float8_weight(fan_out: int, fan_in: int, scales: str) -> Float8Weight:
+    """Return a weight without memory, with scales as ``LoadedFloat8`` has them."""
     values = torch.empty((fan_out, fan_in), dtype=WEIGHT_DTYPE, device=_META)
-    weight = Float8Weight(values, torch.empty(shape, dtype=torch.float32, device=_META))
-    return Linear(weight, bias, many_rows=lambda x: x.new_empty((x.shape[0], fan_out)))
+    shapes = {BLOCKS: (-(-fan_out // SCALED_BLOCK), -(-fan_in // SCALED_BLOCK)), MATRICES: (1, 1)}
+    given = torch.empty(shapes.get(scales, (fan_out, 1)), dtype=torch.float32, device=_META)
+    return Float8Weight(values, given.expand(fan_out, 1) if scales == MATRICES else given)

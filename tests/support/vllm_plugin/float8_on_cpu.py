@@ -22,6 +22,7 @@ from tests.support.float8_checkpoints import BLOCK, LARGEST
 
 BLOCKS, ROWS = "CutlassFp8BlockScaledMMKernel", "CutlassFP8ScaledMMLinearKernel"
 H100 = (9, 0)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def quantized_once(weight: torch.Tensor, scale: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +59,7 @@ class Float8OnCpu:
             compressed_tensors.CompressedTensorsConfig,
         )
         for config in configs:
-            monkeypatch.setattr(config, "get_supported_act_dtypes", lambda *_: [torch.float32])
+            monkeypatch.setattr(config, "get_supported_act_dtypes", lambda *_: DTYPES)
         monkeypatch.setattr(
             compressed_tensors.CompressedTensorsConfig, "_check_scheme_supported", lambda *_, **__: True
         )
