@@ -12,6 +12,9 @@ GPU only, so there are as many programs as there could be tiles; those beyond th
 The second product does not wait for the first one's last programs, which leave memory idle (programmatic dependent
 launch): its own start in the processors that become free, and each waits for the programs of its expert only, which
 have counted themselves.
+
+Weights in 8 bits have a scale for each block. A tile lies in one block: its products are multiplied by one number
+before they are added up.
 """
 
 from __future__ import annotations
