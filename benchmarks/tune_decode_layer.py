@@ -291,7 +291,7 @@ def float8_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]
         ]
     tiles.append(replace(tiles[0], is_early=False))
     found = []
-    for tile, split_k in product(tiles, (1, 2, 4, 8)):
+    for tile, split_k in product(tiles, (1, 2, 4, 8) if rows <= 16 else (1, 2, 4)):
         programs = tile.num_tiles(rows, columns) * split_k
         fits_scratch = programs * tile.block_m * tile.block_n <= MAX_SPLIT_FLOATS
         if split_k == 1 or (programs <= MAX_PROGRAMS and depth >= 512 * split_k and fits_scratch):

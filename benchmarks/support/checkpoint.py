@@ -32,7 +32,7 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
 GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
-LLAMA_8B_FP8, QWEN3_8B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8"
+LLAMA_8B_FP8, QWEN3_8B_FP8, QWEN3_30B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8", "qwen3-30b-a3b-fp8"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -45,10 +45,15 @@ SHAPES = {
     QWEN35_4B: "Qwen3.5 4B",
     LLAMA_8B_FP8: "Llama 8B in float8, a scale for each row",
     QWEN3_8B_FP8: "Qwen3 8B in float8, a scale for each block",
+    QWEN3_30B_FP8: "Qwen3 30B-A3B in float8, a scale for each block",
 }
 """What a random checkpoint can look like, and what people call it."""
 
-FLOAT8_FORMATS = {LLAMA_8B_FP8: "compressed-tensors channel", QWEN3_8B_FP8: "fp8 blocks"}
+FLOAT8_FORMATS = {
+    LLAMA_8B_FP8: "compressed-tensors channel",
+    QWEN3_8B_FP8: "fp8 blocks",
+    QWEN3_30B_FP8: "fp8 blocks",
+}
 """As they are published: by Red Hat, and by Qwen."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
@@ -153,6 +158,7 @@ def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
         QWEN35_4B: qwen3_5_config,
         LLAMA_8B_FP8: llama_8b_config,
         QWEN3_8B_FP8: qwen3_8b_config,
+        QWEN3_30B_FP8: qwen3_moe_config,
     }
     return make_configs[shape](small=small)
 

@@ -43,6 +43,7 @@ from rose_backend.kernels.arguments import (
     Adapters,
     AttentionOptions,
     Experts,
+    Float8Experts,
     Float8Weight,
     HeadRotation,
     NewTokens,

@@ -506,6 +506,39 @@ class Float8Weight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Float8Experts:
+    """Matrices of all experts in 8 bits, with a scale for each block of ``SCALED_BLOCK`` rows and columns of each."""
+
+    values: torch.Tensor
+    """[X, P, O, E] of ``WEIGHT_DTYPE``, contiguous, without NaN: P matrices of each expert."""
+    scales: torch.Tensor
+    """[X, P, blocks of O, blocks of E] float32, contiguous; blocks at the edges are included."""
+
+    def check(self, name: str) -> None:
+        """Check types, devices and shapes.
+
+        Raises:
+            ShapeError: names what is wrong.
+        """
+        sizes = check_tensors(
+            **{f"{name}.values": (self.values, "X P O E", WEIGHT_DTYPE)},
+            **{f"{name}.scales": (self.scales, "X P N M", torch.float32)},
+        )
+        blocks = tuple(-(-sizes[letter] // SCALED_BLOCK) for letter in "OE")
+        if self.scales.shape[2:] != blocks:
+            raise ShapeError(f"{name}.scales: expected {blocks} blocks, got {tuple(self.scales.shape[2:])}")
+        if not self.values.is_contiguous() or not self.scales.is_contiguous():
+            raise ShapeError(f"{name}: expected contiguous tensors, got others")
+        if self.scales.device != self.values.device:
+            raise ShapeError(f"{name}.scales: expected device {self.values.device}, got {self.scales.device}")
+
+    def dequantized(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an expert's matrices below each other, [P * O, E], each number rounded once from float32."""
+        parts = zip(self.values[expert], self.scales[expert], strict=True)
+        return torch.cat([Float8Weight(*part).dequantized(dtype) for part in parts])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """A linear layer, with the LayerNorm before it folded in where there is one. Made by ``pack_linear``."""
 
@@ -590,12 +623,22 @@ MAX_EXPERTS = 1024
 class Experts:
     """Gated MLPs without biases, and how many of them a token takes."""
 
-    gate_up: torch.Tensor
-    """[X, 2 * I, E], contiguous: of each expert the rows of the gate, then those of the other factor."""
-    down: torch.Tensor  # [X, E, I] contiguous
+    gate_up: torch.Tensor | Float8Experts
+    """[X, 2 * I, E], contiguous: of each expert the rows of the gate, then those of the other factor. ``Float8Experts``
+    are [X, 2, I, E]."""
+    down: torch.Tensor | Float8Experts
+    """[X, E, I], contiguous. ``Float8Experts`` are [X, 1, E, I]."""
     top_k: int
     renormalize: bool
     """A token's weights sum up to 1."""
+
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an expert's ``gate_up``, [2 * I, E], and ``down``, [E, I]; those in 8 bits are dequantized."""
+        first, second = (
+            each.dequantized(expert, dtype) if isinstance(each, Float8Experts) else each[expert].to(dtype)
+            for each in (self.gate_up, self.down)
+        )
+        return first, second
 
 
 def empty_rows(like: torch.Tensor, num_rows: int, *sizes: int) -> torch.Tensor:

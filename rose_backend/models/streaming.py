@@ -8,6 +8,7 @@ grows by the buffers only.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Float8Weight
+from rose_backend.kernels import Float8Experts, Float8Weight
 from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.models.config import ModelConfig
@@ -42,6 +43,8 @@ _MIN_READERS = 4
 _SERIAL_ELEMENTS = 1 << 15
 """torch converts no more elements than these in the calling thread: the readers are parallel already."""
 _POLL_S = 0.1
+_MAX_LISTED = 3
+"""Names that a message has one by one."""
 
 _Result = TypeVar("_Result")
 
@@ -81,7 +84,7 @@ def load_weights(
     return weights
 
 
-def _check_finite(weights: Mapping[str, Float8Weight]) -> None:
+def _check_finite(weights: Mapping[str, Float8Weight | Float8Experts]) -> None:
     """Check that float8 weights have only numbers: kernels take a NaN for a number.
 
     Raises:
@@ -118,7 +121,7 @@ class WeightReader:
     """What is to be read."""
     afterwards: list[Callable[[], object]] = field(default_factory=list)
     """What is to be done when all has been read."""
-    float8_weights: dict[str, Float8Weight] = field(default_factory=dict)
+    float8_weights: dict[str, Float8Weight | Float8Experts] = field(default_factory=dict)
     """By the names of their parts."""
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
@@ -180,9 +183,8 @@ class WeightReader:
         else:
             found = {checkpoint.dtype_of(f"{self.prefix}{name}.weight") is WEIGHT_DTYPE for name in names}
         if len(found) > 1:
-            raise ModelError(
-                f"model: {', '.join(names)} are computed together: all must be quantized, or none"
-            )
+            listed = ", ".join(names) if len(names) <= _MAX_LISTED else f"{names[0]} to {names[-1]}"
+            raise ModelError(f"model: {listed} are computed together: all must be quantized, or none")
         return quantization if True in found else None
 
     def _float8(self, fan_in: int, fan_outs: Mapping[str, int], quantization: Quantization) -> Float8Weight:
@@ -212,18 +214,41 @@ class WeightReader:
 
     def stacked(
         self, name: str, parts: Sequence[str], rows: int, columns: int, *, num_experts: int
-    ) -> torch.Tensor:
-        """Return the matrices of all experts, [num_experts, len(parts) * rows, columns].
+    ) -> torch.Tensor | Float8Experts:
+        """Return the matrices of all experts, [num_experts, len(parts) * rows, columns], or those in 8 bits.
 
         Args:
             name: of the mixture; expert 3's are stored as ``experts.3.part.weight`` below it, [rows, columns] each.
             parts: matrices of each expert, one below the other.
         """
+        names = [[f"{name}.experts.{expert}.{part}" for part in parts] for expert in range(num_experts)]
+        all_names = list(itertools.chain.from_iterable(names))
+        quantization = self._quantization_of(all_names[:1] if self.checkpoint.lacks_weights else all_names)
+        if quantization is not None:
+            return self._float8_experts(f"{name}.experts", names, rows, columns, quantization)
         stack = self._empty(num_experts, len(parts), rows, columns)
-        for expert, matrices in enumerate(stack):
-            for part, matrix in zip(parts, matrices, strict=True):
-                self._fill(matrix, f"{self.prefix}{name}.experts.{expert}.{part}.weight")
+        for matrix_name, matrix in zip(all_names, stack.flatten(0, 1), strict=True):
+            self._fill(matrix, f"{self.prefix}{matrix_name}.weight")
         return stack.flatten(1, 2)
+
+    def _float8_experts(
+        self, title: str, names: Sequence[Sequence[str]], rows: int, columns: int, quantization: Quantization
+    ) -> Float8Experts:
+        if quantization.scales != "blocks":
+            raise ModelError(
+                f"model: {title} in 8 bits with scales of {quantization.scales} are not supported, allowed are blocks"
+            )
+        shape = len(names), len(names[0])
+        blocks = -(-rows // SCALED_BLOCK), -(-columns // SCALED_BLOCK)
+        values = torch.empty((*shape, rows, columns), dtype=WEIGHT_DTYPE, device=self.device)
+        scales = torch.empty((*shape, *blocks), dtype=torch.float32, device=self.device)
+        for name, matrix, scales_of_matrix in zip(
+            itertools.chain.from_iterable(names), values.flatten(0, 1), scales.flatten(0, 1), strict=True
+        ):
+            self._fill(matrix, f"{self.prefix}{name}.weight")
+            self._fill(scales_of_matrix, f"{self.prefix}{name}.{quantization.scale_name}")
+        weight = self.float8_weights[f"{names[0][0]} to {names[-1][-1]}"] = Float8Experts(values, scales)
+        return weight
 
     def check_all_read(self, unused_suffixes: tuple[str, ...]) -> None:
         """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
@@ -285,7 +310,7 @@ class WeightReader:
         ):
             raise ModelError(
                 f"model: tensor {name!r} is stored as {stored.dtype}, which only linear layers of attention "
-                "and of dense MLPs may be"
+                "and MLPs may be"
             )
         self.copies.append(Copy(stored, tensor))
 

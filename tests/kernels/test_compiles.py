@@ -140,15 +140,23 @@ def test_clones_by_words_of_16_bytes(capability: int) -> None:
 
 
 @compiles("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "float8"),
+    [
+        (torch.float16, False),
+        (torch.float32, False),
+        *((dtype, True) for dtype in (torch.float16, torch.bfloat16, torch.float32)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("numbers", [(1, 10), (20, 125), (40, 140)], ids=str)
-def test_experts(numbers: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
+def test_experts(numbers: tuple[int, int], dtype: torch.dtype, float8: bool, capability: int) -> None:
     can_use_tma = capability >= 90
     for num_tokens in numbers:
         # Qwen3 30B-A3B's, but for the number of experts, which takes memory: with 128 eight times as many tokens have
         # the same tiles.
         case = expert_cases.make_case(
-            num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128, has_values=False
+            num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128, float8=float8, has_values=False
         )
         with (
             record_launches(expert_mlp, "_choose_experts_kernel") as choices,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import Experts, NormInput, PackedNorm, expert_mlp, norm_input_of, pack_norm
+from rose_backend.kernels import (
+    Experts,
+    Float8Experts,
+    NormInput,
+    PackedNorm,
+    expert_mlp,
+    norm_input_of,
+    pack_norm,
+)
 from rose_backend.kernels.experts import expert_mlp as gpu
 from rose_backend.kernels.gpu_properties import Workspace, current_workspace
 from tests.support.expert_cases import Case, make_case
@@ -58,7 +67,17 @@ LEFT = {"weights_left": True}
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 40])
-@pytest.mark.parametrize("options", [{}, {"norm": True}, {"renormalize": False, "residual": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": True},
+        {"renormalize": False, "residual": False},
+        # Blocks that end with the rows and columns of an expert's matrices.
+        {"norm": True, "float8": True, "width": 136, "inner": 136},
+    ],
+    ids=str,
+)
 @each_dtype
 def test_values(
     implementation: Implementation, dtype: torch.dtype, options: dict[str, bool], num_tokens: int
@@ -112,6 +131,10 @@ def test_a_token_that_is_not_a_number_spoils_no_other(implementation: Implementa
     assert actual[3].isnan().all()
 
 
+def float8(scales: torch.Tensor) -> Float8Experts:
+    return Float8Experts(torch.zeros(6, 1, 72, 40).to(torch.float8_e4m3fn), scales)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -121,11 +144,15 @@ def test_a_token_that_is_not_a_number_spoils_no_other(implementation: Implementa
         ({"down": torch.zeros(5, 72, 40)}, "down: expected X=6, got 5"),
         ({"down": torch.zeros(6, 72, 40).half()}, "down: expected dtype torch.float32 as x"),
         ({"down": torch.zeros(6, 40, 72).mT}, "down: expected a contiguous tensor"),
+        ({"down": float8(torch.ones(6, 1, 2, 1))}, r"down.scales: expected (1, 1) blocks, got (2, 1)"),
+        ({"down": float8(torch.ones(6, 2, 1, 1))}, "down.scales: expected P=1, got 2"),
+        ({"down": float8(torch.ones(6, 1, 1, 1).half())}, "down.scales: expected dtype torch.float32"),
+        ({"down": float8(torch.ones(6, 1, 1, 2)[..., ::2])}, "down: expected contiguous tensors"),
     ],
 )
 def test_wrong_experts_are_refused(change: dict[str, Any], message: str) -> None:
     case = make_case(3)
-    with pytest.raises(ShapeError, match=message.replace("[", r"\[")):
+    with pytest.raises(ShapeError, match=re.escape(message)):
         expert_mlp(case.x, case.router_logits, replace(case.experts, **change))
 
 
@@ -157,10 +184,27 @@ def test_tiles_of_other_sizes_agree(configs: tuple[dict[str, Any], ...], num_tok
     case.check(*INTERPRETER(launch, case, configs))
 
 
+@pytest.mark.parametrize("num_tokens", [2, 50])
+@pytest.mark.parametrize(
+    "configs",
+    [(tiles(16, 16, 32), tiles(8, 128, 64, **LEFT)), (tiles(8, 64, 128, **LEFT), tiles(32, 32, 128))],
+)
+def test_tiles_of_float8_experts(configs: tuple[dict[str, Any], ...], num_tokens: int) -> None:
+    case = make_case(
+        num_tokens, num_experts=4, top_k=2, width=264, inner=136, dtype=HALF, norm=True, float8=True
+    )
+    case.check(*INTERPRETER(launch, case, configs))
+    if num_tokens == 2:
+        for wide in ((tiles(16, 256, 32), configs[1]), (configs[0], tiles(16, 16, 256))):
+            with pytest.raises(ShapeError, match="tiles that divide blocks of 128"):
+                INTERPRETER(launch, case, wide)
+
+
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("num_tokens", [2, 30])
-def test_weights_copied_by_the_tensor_memory_accelerator(num_tokens: int) -> None:
+def test_weights_copied_by_the_tensor_memory_accelerator(num_tokens: int, float8: bool) -> None:
     # Behind the last column of an expert are another expert's, behind the last expert nothing.
-    case = make_case(num_tokens, num_experts=3, width=72, inner=40, dtype=HALF)
+    case = make_case(num_tokens, num_experts=3, width=80, inner=48, dtype=HALF, float8=float8)
     tma = {"use_tma": True}
     case.check(*INTERPRETER(launch, case, (tiles(16, 32, 32, **tma), tiles(16, 64, 32, **LEFT, **tma))))
 
@@ -247,16 +291,21 @@ def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
 
 QWEN3_30B = {"num_experts": 128, "top_k": 8, "width": 2048, "inner": 768}
 ODD = {"num_experts": 13, "top_k": 5, "width": 1032, "inner": 136}
+FLOAT8 = {"float8": True}
 NUM_TOKENS = [1, 2, 3, 8, 16, 33, 128, 129, 256, 600, 2100]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [QWEN3_30B, ODD], ids=["Qwen3 30B-A3B", "odd"])
+@pytest.mark.parametrize(
+    "shape",
+    [QWEN3_30B, ODD, QWEN3_30B | FLOAT8, ODD | FLOAT8],
+    ids=["Qwen3 30B-A3B", "odd", "Qwen3 30B-A3B FP8", "odd FP8"],
+)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 def test_every_number_of_tokens(
-    num_tokens: int, shape: dict[str, int], dtype: torch.dtype, norm: bool
+    num_tokens: int, shape: dict[str, Any], dtype: torch.dtype, norm: bool
 ) -> None:
     case = make_case(num_tokens, dtype=dtype, norm=norm, device="cuda", **shape)
     first, left = launch(case)
@@ -301,9 +350,10 @@ def replayed(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, FLOAT8], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 64, 256])
-def test_graphs_replay_what_was_launched(num_tokens: int) -> None:
-    results = replayed(make_case(num_tokens, dtype=torch.bfloat16, device="cuda", **QWEN3_30B))
+def test_graphs_replay_what_was_launched(num_tokens: int, options: dict[str, bool]) -> None:
+    results = replayed(make_case(num_tokens, dtype=torch.bfloat16, device="cuda", **QWEN3_30B, **options))
     assert results[0].isfinite().all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Float8Weight
-from rose_backend.layers.linear import Linear, Mlp
+from rose_backend.kernels import Float8Experts, Float8Weight
+from rose_backend.layers.linear import Linear, Mlp, SparseMlp
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.quantization import Quantization
 from tests.support.float8_checkpoints import FORMATS, quantize, write_pair
 from tests.support.half_precision import judge
-from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
+from tests.support.llama_checkpoints import NUM_EXPERTS, VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.reference_generation import greedy_differences
+
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 160}
 
 
 def linears_of(model: CausalLM) -> list[Linear]:
@@ -33,13 +36,19 @@ def linears_of(model: CausalLM) -> list[Linear]:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [*(("qwen3", form) for form in FORMATS), ("llama-biases", FORMATS[0]), ("qwen2", FORMATS[2])],
+    [
+        *(("qwen3", form) for form in FORMATS),
+        ("llama-biases", FORMATS[0]),
+        ("qwen2", FORMATS[2]),
+        ("qwen3-moe", "fp8 blocks"),
+        ("qwen3-moe", "compressed-tensors block"),
+    ],
 )
 def test_answers_are_those_of_the_dense_checkpoint(tmp_path: Path, family: str, form: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
     prompts = [[5, 9, 2], list(range(1, 60)), [VOCAB_SIZE - 1]]
     answers = []
-    for path in write_pair(tmp_path, family, form):
+    for path in write_pair(tmp_path, family, form, **(EXPERTS if family == "qwen3-moe" else {})):
         with LLM(str(path), device="cpu", dtype="float32") as llm:
             answers.append([output.outputs[0] for output in llm.generate(prompts, params)])
     assert [each.token_ids for each in answers[0]] == [each.token_ids for each in answers[1]]
@@ -83,11 +92,50 @@ def test_packed_layers_compute_the_same(tmp_path: Path, form: str, monkeypatch: 
     assert answers[0] == answers[1]
 
 
+def test_experts_answer_as_transformers_does_with_what_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float8, dense = write_pair(tmp_path, "qwen3-moe", "fp8 blocks", **EXPERTS)
+    prompts = ((5, 9, 2), tuple(range(1, 60)), (VOCAB_SIZE - 1,), (7,) * 40)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for packs in (False, True):
+        monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda *_, packs=packs: packs)
+        with LLM(str(float8), device="cpu", dtype="float32") as llm:
+            tokens = [each.outputs[0].token_ids for each in llm.generate(list(map(list, prompts)), params)]
+        assert not (differences := greedy_differences(dense, prompts, tokens)), differences
+
+
+def test_experts_are_kept_as_they_are_stored(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3-moe", "fp8 blocks", **EXPERTS)
+    stored, model = load_file(path / "model.safetensors"), load_model(path)
+    sparse, dense = model.weights.layers[0].mlp, model.weights.layers[1].mlp
+    assert isinstance(sparse, SparseMlp) and isinstance(dense, Mlp)
+    assert isinstance(sparse.router.weight, torch.Tensor)
+    for weight, parts in (
+        (sparse.experts.gate_up, ("gate_proj", "up_proj")),
+        (sparse.experts.down, ("down_proj",)),
+    ):
+        assert isinstance(weight, Float8Experts)
+        for expert, (place, part) in itertools.product((0, 3, 7), enumerate(parts)):
+            name = f"model.layers.0.mlp.experts.{expert}.{part}.weight"
+            values, scales = stored[name], stored[f"{name}_scale_inv"].float()
+            assert torch.equal(weight.values[expert, place].view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(weight.scales[expert, place], scales)
+
+
+# All experts, as rounding decides which of more a token takes.
+ON_GPU = [
+    ("qwen3", "fp8 blocks", {}),
+    ("qwen3", "compressed-tensors channel", {}),
+    ("qwen3-moe", "fp8 blocks", EXPERTS | {"num_experts_per_tok": NUM_EXPERTS}),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel"])
-def test_on_a_gpu(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("family", "form", "changes"), ON_GPU, ids=str)
+def test_on_a_gpu(tmp_path: Path, family: str, form: str, changes: dict[str, Any]) -> None:
     """Prompts, and decodes of 150 requests: in float32 the dense tokens, in bfloat16 no further off than dense ones."""
-    float8, dense = write_pair(tmp_path, "qwen3", form)
+    float8, dense = write_pair(tmp_path, family, form, **changes)
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(1, VOCAB_SIZE, length).tolist()) for length in (1, 17, 300, *[40] * 147)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -266,11 +314,13 @@ def test_blocks_of_two_matrices_are_refused(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_experts_in_8_bits_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "scales"), [("compressed-tensors channel", "rows"), ("modelopt", "tensor")])
+def test_experts_without_scales_of_blocks_are_refused(tmp_path: Path, form: str, scales: str) -> None:
     path = write_checkpoint(tmp_path / "model", "qwen3-moe")
-    quantize(path, "compressed-tensors channel")
+    quantize(path, form)
     with pytest.raises(
-        ModelError, match=r"experts\.0\.gate_proj\.weight' is stored as F8_E4M3, which only linear layers"
+        ModelError,
+        match=rf"layers\.0\.mlp\.experts in 8 bits with scales of {scales} are not supported, allowed are b",
     ):
         load_model(path)
 

@@ -249,14 +249,18 @@ def linear(
     return run
 
 
-def experts(num_tokens: int) -> Case:
+def experts(num_tokens: int, *, float8: bool = False) -> Case:
     """A mixture of experts behind an RMSNorm, of shapes that no tile divides."""
 
     def run(device: str) -> list[torch.Tensor]:
-        case = make_experts(num_tokens, 9, 3, 136, 72, HALF, norm=True)
-        weights = replace(
-            case.experts, gate_up=case.experts.gate_up.to(device), down=case.experts.down.to(device)
+        case = make_experts(num_tokens, 9, 3, 136, 72, HALF, norm=True, float8=float8)
+        gate_up, down = (
+            kernels.Float8Experts(each.values.to(device), each.scales.to(device))
+            if isinstance(each, kernels.Float8Experts)
+            else each.to(device)
+            for each in (case.experts.gate_up, case.experts.down)
         )
+        weights = replace(case.experts, gate_up=gate_up, down=down)
         assert case.norm is not None and case.norm.weight is not None
         before, after = (
             kernels.pack_norm(each.weight.to(device), EPS) for each in (case.norm, case.next_norm)
@@ -411,6 +415,8 @@ CASES: dict[str, Case] = {
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
     "experts, 2 tokens": experts(2),
     "experts, 70 tokens": experts(70),
+    "experts, float8, 2 tokens": experts(2, float8=True),
+    "experts, float8, 70 tokens": experts(70, float8=True),
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,

@@ -94,7 +94,8 @@ def shapes() -> dict[str, Shape]:
             num_experts=num_experts,
             top_k=config.num_experts_per_tok if num_experts else 0,
         )
-    assert set(found) == set(checkpoint.SHAPES) - {checkpoint.LLAMA_8B_FP8}, "it is as wide as the dense one"
+    as_dense_ones = {checkpoint.LLAMA_8B_FP8, checkpoint.QWEN3_30B_FP8}
+    assert set(found) == set(checkpoint.SHAPES) - as_dense_ones
     return found
 
 
@@ -160,6 +161,16 @@ def _experts(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, 
         )
         case = f"{'gate and up' if gated else 'down'}, {'exact' if exact else '16 bits'}"
         yield f"{case}, {'aligned' if is_aligned else 'not aligned'}", chosen
+    for gated in (True, False):
+        options = {"gated": gated, "exact": False, "can_use_tma": False, "is_float8": True}
+        yield (
+            f"{'gate and up' if gated else 'down'}, float8",
+            by_ranges(
+                lambda rows, options=options: tuning.choose_expert_config(
+                    rows * shape.top_k, shape.num_experts, **options
+                )
+            ),
+        )
 
 
 def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:

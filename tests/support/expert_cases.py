@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.conformance.error_budget import assert_within_budget
-from rose_backend.kernels import Experts, NormInput, PackedNorm, norm_input_of, pack_norm
+from rose_backend.kernels import Experts, Float8Experts, NormInput, PackedNorm, norm_input_of, pack_norm
 from tests.support.moments import check_left
 
 EPS = 1e-5
@@ -52,7 +52,7 @@ class Case:
         result = torch.zeros_like(x)
         for expert, takes in enumerate(chosen.T):
             # One expert at a time in float64: all of Qwen3 30B-A3B's take 5 GB.
-            gate_up, down = self.experts.gate_up[expert].to(dtype), self.experts.down[expert].to(dtype)
+            gate_up, down = self.experts.matrices(expert, dtype)
             gate, factor = (normed[takes] @ gate_up.T).chunk(2, 1)
             output = (F.silu(gate) * factor) @ down.T
             result[takes] += output * weights[takes, expert].to(dtype)[:, None]
@@ -77,6 +77,7 @@ def make_case(
     renormalize: bool = True,
     residual: bool = True,
     norm: bool = False,
+    float8: bool = False,
     device: str = "cpu",
     has_values: bool = True,
 ) -> Case:
@@ -88,12 +89,28 @@ def make_case(
             return torch.empty(shape, dtype=dtype, device=device)
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
+    def random_float8(*shape: int) -> Float8Experts:
+        rows, depth = shape[2:]
+        scales = torch.empty((*shape[:2], -(-rows // 128), -(-depth // 128)), device=device)
+        values = torch.empty(shape, dtype=torch.uint8, device=device)
+        if has_values:
+            # Every finite number, and scales that differ by far.
+            values.copy_(torch.randint(0, 127, shape, generator=generator, device=device))
+            values += 128 * torch.randint(0, 2, shape, generator=generator, device=device).to(torch.uint8)
+            scales.copy_(torch.rand(scales.shape, generator=generator, device=device))
+            scales.mul_(6).sub_(3).exp2_().mul_(depth**-0.5 / 100)
+        return Float8Experts(values.view(torch.float8_e4m3fn), scales)
+
     return Case(
         random(num_tokens, width + 5)[:, :width],
         random(num_tokens, num_experts),
         Experts(
-            random(num_experts, 2 * inner, width, scale=width**-0.5),
-            random(num_experts, width, inner, scale=inner**-0.5),
+            random_float8(num_experts, 2, inner, width)
+            if float8
+            else random(num_experts, 2 * inner, width, scale=width**-0.5),
+            random_float8(num_experts, 1, width, inner)
+            if float8
+            else random(num_experts, width, inner, scale=inner**-0.5),
             top_k,
             renormalize,
         ),

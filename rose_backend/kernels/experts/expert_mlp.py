@@ -12,6 +12,9 @@ GPU only, so there are as many programs as there could be tiles; those beyond th
 The second product does not wait for the first one's last programs, which leave memory idle (programmatic dependent
 launch): its own start in the processors that become free, and each waits for the programs of its expert only, which
 have counted themselves.
+
+Weights in 8 bits have a scale for each block. A tile lies in one block: its products are multiplied by one number
+before they are added up.
 """
 
 from __future__ import annotations
@@ -21,11 +24,22 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.arguments import MAX_EXPERTS, Experts, NormInput, PackedNorm
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import (
+    MAX_EXPERTS,
+    SCALED_BLOCK,
+    Experts,
+    Float8Experts,
+    NormInput,
+    PackedNorm,
+)
 from rose_backend.kernels.gpu_properties import can_use_tma, current_workspace, has_dependent_launch
+from rose_backend.kernels.linear.float8 import from_float8
 from rose_backend.kernels.linear.small_batch_linear import (
+    MAX_FLOAT8_REGISTERS,
     NormAfter,
     add_tile,
+    block_scale,
     load_moments,
     load_norm_weight,
     load_tile,
@@ -35,6 +49,7 @@ from rose_backend.kernels.sampling.sampler import ordered_key, value_of_key
 from rose_backend.kernels.tuning.choices import ExpertConfig, choose_expert_config
 
 _EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
+_SCALED_BLOCK = tl.constexpr(SCALED_BLOCK)
 
 
 @triton.jit
@@ -275,17 +290,30 @@ def _end_after_first(program):
 
 
 @triton.jit
+def _add_weights(
+    x, weight, acc, scale, WEIGHTS_LEFT: tl.constexpr, EXACT: tl.constexpr, BY_ASSEMBLER: tl.constexpr
+):
+    """Return ``acc`` and a tile's products; weights in 8 bits have a scale, others None."""
+    if scale is not None:
+        weight = from_float8(weight, x.dtype, BY_ASSEMBLER)
+        acc += scale * add_tile(x, weight, tl.zeros_like(acc), not EXACT, WEIGHTS_LEFT, EXACT)
+    else:
+        acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
+    return acc
+
+
+@triton.jit
 def _multiply(
     weight_desc,
     x_ptr,
     weight_ptr,
+    block_scales_ptr,
     x_rows,
     in_rows,
     x_stride,
     expert,
     column_tile,
     columns,
-    in_columns,
     NUM_COLUMNS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -294,9 +322,11 @@ def _multiply(
     WEIGHTS_LEFT: tl.constexpr,
     TMA: tl.constexpr,
     GATED: tl.constexpr,
-    EXACT: tl.constexpr,
+    BY_ASSEMBLER: tl.constexpr,
 ):
     """Return products of rows of ``x`` with an expert's columns, and with ``GATED`` with the gate's factor."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    in_columns = columns < NUM_COLUMNS
     OUTPUTS: tl.constexpr = 2 * NUM_COLUMNS if GATED else NUM_COLUMNS
     first_output = expert * OUTPUTS + column_tile * BLOCK_N
     of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
@@ -306,19 +336,35 @@ def _multiply(
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
     factor_acc = acc
+    scale, factor_scale = None, None
+    if block_scales_ptr is not None:
+        # Of the gate and its factor apart, whose last blocks may be smaller.
+        ACROSS: tl.constexpr = (K + _SCALED_BLOCK - 1) // _SCALED_BLOCK
+        DOWN: tl.constexpr = (NUM_COLUMNS + _SCALED_BLOCK - 1) // _SCALED_BLOCK
+        first_row = expert.to(tl.int64) * (OUTPUTS // NUM_COLUMNS * DOWN)
+        scales = (block_scales_ptr + first_row * ACROSS, ACROSS, 1)
+        factor_scales = (block_scales_ptr + (first_row + DOWN) * ACROSS, ACROSS, 1)
+        scale = block_scale(scales, column_tile * BLOCK_N, 0, K)
+        if GATED:
+            factor_scale = block_scale(factor_scales, column_tile * BLOCK_N, 0, K)
     for start in range(0, K, BLOCK_K):
         x = load_tile(x_ptr, x_rows, in_rows, x_stride, start, K, BLOCK_K, 1)
         if TMA:
             weight = weight_desc.load([first_output, start])
         else:
             weight = load_tile(of_expert, columns, in_columns, K, start, K, BLOCK_K, 1)
-        acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
+        acc = _add_weights(x, weight, acc, scale, WEIGHTS_LEFT, EXACT, BY_ASSEMBLER)
         if GATED:
             if TMA:
                 factor = weight_desc.load([first_output + NUM_COLUMNS, start])
             else:
                 factor = load_tile(of_expert, columns + NUM_COLUMNS, in_columns, K, start, K, BLOCK_K, 1)
-            factor_acc = add_tile(x, factor, factor_acc, not EXACT, WEIGHTS_LEFT, EXACT)
+            factor_acc = _add_weights(x, factor, factor_acc, factor_scale, WEIGHTS_LEFT, EXACT, BY_ASSEMBLER)
+        if block_scales_ptr is not None:
+            # A turn before they are used.
+            scale = block_scale(scales, column_tile * BLOCK_N, start + BLOCK_K, K)
+            if GATED:
+                factor_scale = block_scale(factor_scales, column_tile * BLOCK_N, start + BLOCK_K, K)
     if EXACT:
         acc, factor_acc = tl.sum(acc, 2), tl.sum(factor_acc, 2)
     elif WEIGHTS_LEFT:
@@ -330,7 +376,7 @@ def _multiply(
 def _expert_product_kernel(
     weight_desc,  # of weight as [X * O, E], with TMA
     x_ptr,  # [T, E], or [T * A, E] where PAIRS_PER_ROW is 1
-    weight_ptr,  # [X, O, E] contiguous
+    weight,  # [X, O, E] contiguous, and ``Float8Experts.scales`` if these are uint8, else None
     counts_ptr,  # [X] int32
     finished_ptr,  # [X] int32: programs of the gated product that have stored; zero before it, which counts
     pairs_ptr,  # [X, T] int32
@@ -354,7 +400,7 @@ def _expert_product_kernel(
     TMA: tl.constexpr,
     GATED: tl.constexpr,  # the first product, else the second
     X_PARTS: tl.constexpr,  # of an RMSNorm in front, else 0
-    EXACT: tl.constexpr,
+    BY_ASSEMBLER: tl.constexpr,  # see ``from_float8``
     PDL: tl.constexpr,
 ):
     """One program per (expert, tile of its rows, tile of columns)."""
@@ -376,8 +422,8 @@ def _expert_product_kernel(
         columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = columns < NUM_COLUMNS
         acc, factor_acc = _multiply(
-            weight_desc, x_ptr, weight_ptr, x_rows, in_rows, x_stride, expert, column_tile, columns, in_columns,
-            NUM_COLUMNS, K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS_LEFT, TMA, GATED, EXACT,
+            weight_desc, x_ptr, weight[0], weight[1], x_rows, in_rows, x_stride, expert, column_tile, columns,
+            NUM_COLUMNS, K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS_LEFT, TMA, GATED, BY_ASSEMBLER,
         )  # fmt: skip
         if X_PARTS > 0:
             _, squares = load_moments(before[0], x_rows, num_tokens, X_PARTS)
@@ -441,7 +487,8 @@ def expert_mlp(
     use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
     lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
-    activated = x.new_empty((num_pairs, experts.down.shape[2]))
+    inner = experts.down.values.shape[3] if isinstance(experts.down, Float8Experts) else experts.down.shape[2]
+    activated = x.new_empty((num_pairs, inner))
     outputs = x.new_empty((num_pairs, width))
     try:
         choose_experts(
@@ -466,14 +513,22 @@ def _choose_configs(x: torch.Tensor, experts: Experts) -> tuple[ExpertConfig, Ex
     first, second = (
         choose_expert_config(
             len(x) * experts.top_k,
-            len(weight),
+            len(_stored(weight)[0]),
             gated=weight is experts.gate_up,
             exact=x.dtype == torch.float32,
-            can_use_tma=can_use_tma(weight.flatten(0, 1)),
+            can_use_tma=can_use_tma(_stored(weight)[0].flatten(0, -2)),
+            is_float8=isinstance(weight, Float8Experts),
         )
         for weight in (experts.gate_up, experts.down)
     )
     return first, second
+
+
+def _stored(weight: torch.Tensor | Float8Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a weight as the kernel reads it, and the scales of its blocks if it has some."""
+    if isinstance(weight, Float8Experts):
+        return weight.values.view(torch.uint8), weight.scales
+    return weight, None
 
 
 Lists = tuple[torch.Tensor, torch.Tensor]
@@ -482,7 +537,7 @@ Lists = tuple[torch.Tensor, torch.Tensor]
 
 def _product(
     x: torch.Tensor,  # [T, E] or [T * A, E]
-    weight: torch.Tensor,  # [X, O, E]
+    weight: torch.Tensor | Float8Experts,  # [X, O, E]
     configs: tuple[ExpertConfig, ExpertConfig],
     lists: Lists,
     before: NormInput | None,  # whose scaled states x is, with an RMSNorm before the first product
@@ -493,18 +548,21 @@ def _product(
     counts, pairs = lists
     num_experts, num_tokens = pairs.shape
     num_pairs, num_columns = out.shape
-    depth = weight.shape[2]
+    values, block_scales = _stored(weight)
+    depth = values.shape[-1]
     first, second = configs
     config = first if scales is None else second
+    if block_scales is not None and (SCALED_BLOCK % config.block_n or SCALED_BLOCK % config.block_k):
+        raise ShapeError(f"configs: expected tiles that divide blocks of {SCALED_BLOCK}, got {config}")
     # Each expert has at most one tile that is not full.
     row_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
     descriptor = None
     if config.use_tma:
-        descriptor = TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.block_n, config.block_k])
+        descriptor = TensorDescriptor.from_tensor(values.flatten(0, -2), [config.block_n, config.block_k])
     _expert_product_kernel[(row_tiles * triton.cdiv(num_columns, config.block_n),)](
         descriptor,
         x,
-        weight,
+        (values, block_scales),
         counts,
         counts[MAX_EXPERTS:],
         pairs,
@@ -528,9 +586,10 @@ def _product(
         TMA=config.use_tma,
         GATED=scales is None,
         X_PARTS=0 if before is None else before.moments.shape[2],
-        EXACT=x.dtype == torch.float32,
+        BY_ASSEMBLER=not triton.knobs.runtime.interpret,
         PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=None if block_scales is None else MAX_FLOAT8_REGISTERS,
         launch_pdl=use_pdl,
     )

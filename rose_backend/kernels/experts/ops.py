@@ -9,6 +9,7 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     MAX_EXPERTS,
     Experts,
+    Float8Experts,
     NormInput,
     PackedNorm,
     check_norm,
@@ -77,11 +78,15 @@ def _check(
     experts: Experts,
     residual: torch.Tensor | None,
 ) -> None:
+    weights = {"gate_up": experts.gate_up, "down": experts.down}
+    for name, weight in weights.items():
+        if isinstance(weight, Float8Experts):
+            weight.check(name)
+    gate_up, down = (
+        each.values.flatten(1, 2) if isinstance(each, Float8Experts) else each for each in weights.values()
+    )
     sizes = check_tensors(
-        x=(x, "T E"),
-        router_logits=(router_logits, "T X"),
-        gate_up=(experts.gate_up, "X 2I E"),
-        down=(experts.down, "X E I"),
+        x=(x, "T E"), router_logits=(router_logits, "T X"), gate_up=(gate_up, "X 2I E"), down=(down, "X E I")
     )
     if sizes["2I"] != 2 * sizes["I"]:
         raise ShapeError(f"gate_up: expected {2 * sizes['I']} rows of each expert, got {sizes['2I']}")
@@ -89,8 +94,11 @@ def _check(
         raise ShapeError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {sizes['X']}")
     if not 1 <= experts.top_k <= sizes["X"]:
         raise ShapeError(f"top_k: expected 1 to {sizes['X']}, got {experts.top_k}")
-    check_same_dtype(x=x, router_logits=router_logits, gate_up=experts.gate_up, down=experts.down)
-    for name, weight in (("gate_up", experts.gate_up), ("down", experts.down)):
+    check_same_dtype(x=x, router_logits=router_logits)
+    for name, weight in weights.items():
+        if isinstance(weight, Float8Experts):
+            continue
+        check_same_dtype(x=x, **{name: weight})
         if not weight.is_contiguous():
             raise ShapeError(f"{name}: expected a contiguous tensor, got strides {weight.stride()}")
     if residual is not None:
@@ -128,9 +136,10 @@ def _add_up_experts(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         tokens, places = torch.where(expert_ids == expert)
-        gate, factor = F.linear(normed[tokens], experts.gate_up[expert].float()).chunk(2, dim=-1)
+        gate_up, down = experts.matrices(expert, torch.float32)
+        gate, factor = F.linear(normed[tokens], gate_up).chunk(2, dim=-1)
         # Rounded where a GPU stores it.
         activated = (F.silu(gate) * factor).to(x.dtype)
-        output = F.linear(activated.float(), experts.down[expert].float()) * weights[tokens, places, None]
+        output = F.linear(activated.float(), down) * weights[tokens, places, None]
         total.index_add_(0, tokens, output.to(x.dtype).float())
     return total

@@ -570,7 +570,7 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
-_MAX_FLOAT8_REGISTERS = 255
+MAX_FLOAT8_REGISTERS = 255
 """All that a thread can have: the assembler's own choice may be a few too few."""
 _BYTES_AHEAD = LINEAR_PREFETCH["bytes_ahead"]
 _PROGRAMS_AT_ONCE = LINEAR_PREFETCH["programs_at_once"]
@@ -779,5 +779,5 @@ def _tiles_of(config: LinearConfig, form: WeightFormat) -> dict[str, Any]:
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": _MAX_FLOAT8_REGISTERS if form.SCALE_ROWS else None,
+        "maxnreg": MAX_FLOAT8_REGISTERS if form.SCALE_ROWS else None,
     }

@@ -158,7 +158,7 @@ class ExpertConfig:
 
 @lru_cache(maxsize=1024)
 def choose_expert_config(
-    num_pairs: int, num_experts: int, *, gated: bool, exact: bool, can_use_tma: bool
+    num_pairs: int, num_experts: int, *, gated: bool, exact: bool, can_use_tma: bool, is_float8: bool = False
 ) -> ExpertConfig:
     """Return the measured configuration of a product of pairs of token and expert.
 
@@ -166,15 +166,23 @@ def choose_expert_config(
         num_pairs: tokens of the step times the experts of each.
         exact: float32 inputs, which are multiplied without tensor cores.
         can_use_tma: the GPU has a tensor memory accelerator, and the weights lie as it needs them.
+        is_float8: the weights are in 8 bits.
     """
     pairs_per_expert = num_pairs / num_experts
+    if is_float8 and not exact:
+        return _FLOAT8_EXPERTS.choose({"gated": gated, "pairs_per_expert": pairs_per_expert})
     return _EXPERTS.choose(
         {"exact": exact, "tma": can_use_tma, "gated": gated, "pairs_per_expert": pairs_per_expert}
     )
 
 
 _EXPERTS = Table("experts", ExpertConfig, ("exact", "tma", "gated", "pairs_per_expert"))
-TUNED_PAIRS_PER_EXPERT = tuple(int(pairs) for pairs in _EXPERTS.borders("pairs_per_expert"))
+_FLOAT8_EXPERTS = Table("float8 experts", ExpertConfig, ("gated", "pairs_per_expert"))
+TUNED_PAIRS_PER_EXPERT = tuple(
+    sorted(
+        {int(pairs) for table in (_EXPERTS, _FLOAT8_EXPERTS) for pairs in table.borders("pairs_per_expert")}
+    )
+)
 """Pairs of token and expert, on average over the experts, above which the choice changes, on one GPU or another."""
 
 
