@@ -78,8 +78,8 @@ def test_errors_are_at_most_stocks(
     model = {"model": str(dense), "quantization": form} if is_online else {"model": str(path)}
     with make_engine(**model, **STOCK) as llm:
         stock, stock_bytes = mean_error(llm, dense), loaded_bytes(llm)
-    with make_engine(**model, **ROSE) as llm:
-        assert has_roses_layers(llm) and runner_of(llm).model._max_packed_rows
+    with make_engine(**model, **ROSE, additional_config={"rose": {"max_quantized_rows": 64}}) as llm:
+        assert has_roses_layers(llm) and runner_of(llm).model._max_packed_rows == 64
         before = STEPS.rose
         roses = mean_error(llm, dense)
         assert STEPS.rose > before + 20, dict(STEPS.vllm)

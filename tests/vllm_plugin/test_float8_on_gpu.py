@@ -47,6 +47,7 @@ def load(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def load(path: Path, **options: Any) -> RoseDecoder:
+        options |= {"additional_config": {"rose": {"max_quantized_rows": 64}}}
         config = make_config(**{"model": str(path), "dtype": "bfloat16", "enforce_eager": False, **options})
         with set_current_vllm_config(config):
             backend = {"cuda": "nccl", "cpu": "gloo"}[device]

@@ -317,6 +317,27 @@ def test_vllms_layers_stay_with_other_float8_weights(
         assert "disabled: quantized_layers;" in rose_log[0]
 
 
+@pytest.mark.parametrize(
+    ("form", "rows", "is_roses"),
+    [(form, rows, "block" in form or rows is not None) for form in FORMATS for rows in (None, 0, 8)],
+)
+def test_float8_layers_are_roses_where_they_were_measured_to_be_faster(
+    make_config: MakeConfig,
+    rose_log: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    rows: int | None,
+    is_roses: bool,
+) -> None:
+    Float8OnCpu(monkeypatch, measured=True)
+    path, _ = write_pair(tmp_path, "qwen3", form)
+    config = make_config(model=str(path), additional_config={"rose": {"max_quantized_rows": rows}})
+    assert (layers_of(config) in DECODERS.values()) is is_roses
+    reason = None if is_roses else "float8 weights whose scales are not of blocks"
+    assert idle_parts(rose_log[0]).get("fused_mlp") == reason
+
+
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
 def test_weights_that_are_loaded_anew_may_be_roses(make_config: MakeConfig, llama: str, backend: str) -> None:
     config = make_config(model=llama)

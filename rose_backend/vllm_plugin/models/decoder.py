@@ -54,7 +54,7 @@ from rose_backend.layers.linear import (
     ResidualStream,
     packs_layers,
 )
-from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, max_packed_rows
+from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_packed_rows
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
@@ -358,6 +358,8 @@ class RoseDecoder:
         self._float8 = [
             product for each in self._loaded for product in each.products if isinstance(product, LoadedFloat8)
         ]
+        scales = float8_scales(vllm_config.quant_config)
+        self._max_float8_rows = 0 if scales is None else max_packed_rows(self.rose_switches, scales)
         self._max_packed_rows: int | None = None
         self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
@@ -391,7 +393,7 @@ class RoseDecoder:
                     "keeps vLLM's layers"
                 )
             logger.warning("All products with float8 weights are vLLM's, which is slower: %s", reason)
-        self._max_packed_rows = max_packed_rows(self.rose_switches) if reason is None else 0
+        self._max_packed_rows = 0 if reason is not None else self._max_float8_rows
 
     def take_moved_weights(self) -> None:
         """Use tensors that have been put in the place of weights.

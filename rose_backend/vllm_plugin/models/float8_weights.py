@@ -47,7 +47,7 @@ def float8_scales(quant_config: Any) -> str | None:
     """Return what has a scale of its own in a model's float8 weights; None if its weights are quantized otherwise.
 
     Args:
-        quant_config: vLLM's ``QuantizationConfig``.
+        quant_config: vLLM's ``QuantizationConfig``, or None.
     """
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
@@ -107,7 +107,7 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
     quant_config = vllm_config.quant_config
     if quant_config is None and vllm_config.model_config.quantization is None:
         return None
-    scales = None if quant_config is None else float8_scales(quant_config)
+    scales = float8_scales(quant_config)
     capability = current_platform.get_device_capability()
     reasons = {
         "quantized weights other than float8": scales is None,
@@ -122,14 +122,18 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         # Rose's kernels do not multiply parts of a matrix.
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
+        # Unless it is asked for by the option.
+        "float8 weights whose scales are not of blocks": options.max_quantized_rows is None
+        and scales is not None
+        and max_packed_rows(options, scales) == 0,
     }
     return first_reason(reasons)
 
 
-def max_packed_rows(options: PluginConfig) -> int:
-    """Return how many decodes multiply float8 weights by Rose's kernel."""
+def max_packed_rows(options: PluginConfig, scales: str) -> int:
+    """Return how many decodes multiply float8 weights by Rose's kernel; ``scales`` are those of ``float8_scales``."""
     chosen = options.max_quantized_rows
-    return max_packed_float8_rows() if chosen is None else chosen
+    return max_packed_float8_rows(has_blocks=scales == BLOCKS) if chosen is None else chosen
 
 
 class LoadedFloat8:

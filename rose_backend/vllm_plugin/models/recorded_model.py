@@ -216,8 +216,8 @@ class RecordedDecoder:
             decoder = pack_layer(decoder)
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
-        is_float8 = isinstance(decoder.qkv.weight, Float8Weight)
-        self._max_packed_rows = max_packed_rows(self._switches) if is_float8 else None
+        scales = float8_scales(vllm_config.quant_config)
+        self._max_packed_rows = None if scales is None else max_packed_rows(self._switches, scales)
         self._rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
         self._embedding = torch.empty(
             (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device=_META
@@ -269,8 +269,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=model.dtype, device=_META)
 
-    lora, quant_config = vllm_config.lora_config, vllm_config.quant_config
-    scales = None if quant_config is None else float8_scales(quant_config)
+    lora, scales = vllm_config.lora_config, float8_scales(vllm_config.quant_config)
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
