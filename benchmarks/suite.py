@@ -119,6 +119,13 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "penalties bias 'bad words' min_tokens '5 log-probabilities' 'JSON schema'",
         _INSIDE_VLLM,
     ),
+    "vllm_adapters_qwen3": (
+        "benchmarks.vllm_request_kinds --shape qwen3-0.6b --dtype bfloat16 --starts 3 --steps 48 --kinds plain "
+        "--start-at-once --adapters 8 --adapter-rank 16 "
+        "--engine-options 'rose-in-vllm={\"kv_cache_memory_bytes\":4000000000}' "
+        "--engine-options 'vllm={\"kv_cache_memory_bytes\":4000000000}'",
+        _INSIDE_VLLM,
+    ),
     # Not published from an H200 yet.
     "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "sglang_gpt2": (
