@@ -134,9 +134,7 @@ TABLES = {
     "vllm_request_kinds_qwen3": Table(
         "inside_vllm", "h200/vllm_request_kinds_qwen3.json", engines.request_kinds_table
     ),
-    "vllm_adapters_qwen3": Table(
-        "inside_vllm", "h200/vllm_adapters_qwen3.json", engines.request_kinds_table
-    ),
+    "vllm_adapters_qwen3": Table("inside_vllm", "h200/vllm_adapters_qwen3.json", engines.request_kinds_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
