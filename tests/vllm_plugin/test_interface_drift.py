@@ -780,6 +780,10 @@ def test_float8_weights_are_kept_by_the_kernels_and_methods_that_are_known() -> 
     # These rearrange weights, or have not been read.
     others = {"B12xFp8BlockScaledMMKernel", "MarlinFP8ScaledMMLinearKernel", "HummingFP8ScaledMMLinearKernel"}
     assert by_blocks == others | set(float8_weights.BLOCK_KERNELS)
+    # Those before Marlin's need compute capability 9.0: on 8.9 it is taken, which is why vLLM's layers stay there.
+    names = [each.__name__ for each in kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]]
+    assert names.index("MarlinFP8ScaledMMLinearKernel") < names.index("TritonFp8BlockScaledMMKernel")
+    assert kernels.MarlinFP8ScaledMMLinearKernel.can_implement(None) == (True, None)
     others = others - {"B12xFp8BlockScaledMMKernel"} | {"B12xTensorFP8ScaledMMLinearKernel"}
     assert by_rows == others | set(float8_weights.ROW_KERNELS)
 

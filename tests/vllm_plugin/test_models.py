@@ -287,6 +287,7 @@ def with_blocks_of(*block: int) -> dict[str, Any]:
     [
         ("fp8 blocks", {"is_cuda": False}, "float8 weights without a CUDA device"),
         ("fp8", {"capability": (8, 6)}, "float8 weights on this GPU"),
+        ("fp8 blocks", {"capability": (8, 9)}, "float8 weights on this GPU"),
         ("fp8 blocks", {"capability": (10, 0)}, "float8 weights on this GPU"),
         ("compressed-tensors channel", {"capability": (10, 0)}, None),
         ("fp8", {"capability": (8, 9)}, None),

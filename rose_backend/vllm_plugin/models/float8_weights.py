@@ -113,9 +113,9 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         "quantized weights other than float8": scales is None,
         "quantized_layers off": not options.quantized_layers,
         "float8 weights without a CUDA device": not current_platform.is_cuda(),
-        # Marlin rearranges weights on older GPUs, DeepGEMM packs blocks' scales on newer ones.
+        # With scales of blocks Marlin rearranges weights on GPUs before Hopper, DeepGEMM packs scales on later ones.
         "float8 weights on this GPU": capability is not None
-        and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability >= (10, 0))),
+        and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability[0] != 9)),
         # vLLM has such checkpoints refused, but quantizes others so.
         "blocks with rows of gate and factor": scales == BLOCKS
         and vllm_config.model_config.hf_text_config.intermediate_size % SCALED_BLOCK != 0,
