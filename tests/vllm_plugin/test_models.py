@@ -278,6 +278,14 @@ def test_weights_quantized_online(
     assert idle_parts(rose_log[0]).get("fused_mlp") == reason
 
 
+def test_a_quantized_gpt2_has_vllms_layers(
+    make_config: MakeConfig, rose_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Float8OnCpu(monkeypatch)
+    assert layers_of(make_config(quantization="fp8_per_tensor")) == "GPT2LMHeadModel"
+    assert idle_parts(rose_log[0])["fused_mlp"] == "quantized weights"
+
+
 def with_blocks_of(*block: int) -> dict[str, Any]:
     return {"weight_block_size": list(block)}
 
