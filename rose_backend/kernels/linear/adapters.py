@@ -28,7 +28,7 @@ _BLOCK_K_EXACT = 32
 def _wait_for_inputs(PDL: tl.constexpr):
     """Let the next kernel start, and wait for all before this one. Programs without rows of adapters do so, too.
 
-    Else a launch without any would end before the one in front of it, whose results the next kernel then reads early.
+    Else the next kernel, which waits for this one alone, could read what the kernel in front of it has not written yet.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -21,7 +21,7 @@ from rose_backend.layers.linear import Linear
 from rose_backend.vllm_plugin.options import first_reason
 
 BLOCKS, ROWS, MATRICES = "blocks", "rows", "matrices"
-"""What has a scale of its own."""
+"""What one scale is for: a block of 128 x 128, an output row, or the whole weight."""
 _MODELOPT = {"FP8": MATRICES, "FP8_PER_CHANNEL_PER_TOKEN": ROWS, "FP8_PB_WO": BLOCKS}
 BLOCK_KERNELS = (
     *("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
@@ -44,7 +44,7 @@ _CHECKED_BYTES = 1 << 26
 
 
 def float8_scales(quant_config: Any) -> str | None:
-    """Return what has a scale of its own in a model's float8 weights; None if its weights are quantized otherwise.
+    """Return what one scale of a model's float8 weights is for; None if its weights are quantized otherwise.
 
     Args:
         quant_config: vLLM's ``QuantizationConfig``, or None.
@@ -56,7 +56,7 @@ def float8_scales(quant_config: Any) -> str | None:
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-    # Subclasses have differences of their own.
+    # Subclasses may differ.
     kind = type(quant_config)
     if kind is Fp8Config:
         return None if quant_config.store_dtype is not None else _of_blocks(quant_config.weight_block_size)
