@@ -266,7 +266,7 @@ def _gelu_tanh(x):
 
 @triton.jit
 def block_scale(scales, row, column, K: tl.constexpr):
-    """Return the scale of the block with a row and a column of the weight; past the last column, that of the last block."""
+    """Return the scale of the block that holds a row and a column; past the last column, that of the last block."""
     across = tl.minimum(column, K - 1) // _SCALED_BLOCK
     return tl.load(scales[0] + row // _SCALED_BLOCK * scales[1] + across * scales[2])
 
