@@ -15,11 +15,9 @@ import triton.language as tl
 from rose_backend.kernels.arguments import AdapterRows, Adapters, NormInput
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import load_moments
+from rose_backend.kernels.tuning.measured import constants
 
-_FEW_ROWS, _FEWEST_ROWS = 256, 64
-_DEPTH = 512
-"""Of the first product, for each program where there are few rows."""
-_BLOCK_K, _BLOCK_N = 128, 64
+_TUNED = constants("adapters")
 _BLOCK_K_EXACT = 32
 """Of float32, whose products are added up one by one, in registers."""
 
@@ -216,9 +214,9 @@ def add_adapters(
     num_tokens, depth = x.shape
     num_slots, rank, _ = adapters.lora_a[0].shape
     widths = tuple(each.shape[1] for each in adapters.lora_b)
-    has_few_rows, is_exact = num_tokens <= _FEW_ROWS, x.dtype is torch.float32
-    block_m, block_k = 16 if has_few_rows else 32, _BLOCK_K_EXACT if is_exact else _BLOCK_K
-    depth_of_program = _DEPTH if has_few_rows else triton.cdiv(depth, block_k) * block_k
+    has_few_rows, is_exact = num_tokens <= _TUNED["few_rows"], x.dtype is torch.float32
+    block_m, block_k = 16 if has_few_rows else 32, _BLOCK_K_EXACT if is_exact else _TUNED["block_k"]
+    depth_of_program = _TUNED["depth"] if has_few_rows else triton.cdiv(depth, block_k) * block_k
     num_slices, num_splits = len(widths), triton.cdiv(depth, depth_of_program)
     block_r = max(triton.next_power_of_2(rank), 16)
     shrunk = x.new_empty((num_slices, num_splits, num_tokens, block_r), dtype=torch.float32)
@@ -228,7 +226,7 @@ def add_adapters(
         **{"EXACT": is_exact, "num_warps": 8 if is_exact else 4},
         **{"PDL": use_pdl, "launch_pdl": use_pdl},
     }
-    programs_per_tile = min(num_slots, block_m) if num_tokens <= _FEWEST_ROWS else 1
+    programs_per_tile = min(num_slots, block_m) if num_tokens <= _TUNED["divided_rows"] else 1
     programs = triton.cdiv(num_tokens, block_m) * programs_per_tile
     _adapters_shrink_kernel[(programs, num_slices, num_splits)](
         x,
@@ -249,7 +247,7 @@ def add_adapters(
         BLOCK_K=block_k,
         **common,
     )
-    _adapters_expand_kernel[(programs, num_slices, triton.cdiv(max(widths), _BLOCK_N))](
+    _adapters_expand_kernel[(programs, num_slices, triton.cdiv(max(widths), _TUNED["block_n"]))](
         shrunk,
         adapters.lora_b,
         widths,
@@ -262,6 +260,6 @@ def add_adapters(
         out.stride(0),
         SPLITS=num_splits,
         ALTERNATING=alternating,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=_TUNED["block_n"],
         **common,
     )

@@ -392,7 +392,7 @@ class RoseDecoder:
                     f"reloaded float8 weights cannot be read by Rose's kernels: {reason}; {KEEP_OPTION} "
                     "keeps vLLM's layers"
                 )
-            logger.warning("All products with float8 weights are vLLM's, which is slower: %s", reason)
+            logger.warning("All products with float8 weights are vLLM's: %s", reason)
         self._max_packed_rows = 0 if reason is not None else self._max_float8_rows
 
     def take_moved_weights(self) -> None:
