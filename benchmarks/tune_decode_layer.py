@@ -271,23 +271,30 @@ def float8_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]
     if rows <= 16:
         tiles = [
             left(block_m, 64, num_warps=2, num_stages=5),
-            left(block_m, 64, num_warps=2, num_stages=8),
-            left(block_m, 64, num_warps=2, num_stages=5, use_tma=True),
             left(block_m, 32, num_warps=1, num_stages=8),
+            left(block_m, 32, num_warps=2, num_stages=6),
+            left(block_m, 16, num_warps=1, num_stages=8),
+            left(block_m, 64, num_warps=4, num_stages=5, warp_split=4),
+            left(block_m, 32, num_warps=4, num_stages=6, warp_split=4),
+            left(block_m, 64, num_warps=2, num_stages=5, use_tma=True),
         ]
     elif rows <= 32:
         tiles = [
             left(32, 64, num_warps=2, num_stages=4),
-            left(32, 64, num_warps=4, num_stages=4),
             left(32, 32, num_warps=1, num_stages=6),
+            left(32, 32, num_warps=2, num_stages=6),
             left(16, 64, num_warps=2, num_stages=5),
+            left(16, 32, num_warps=2, num_stages=6),
+            left(32, 64, num_warps=4, num_stages=4, warp_split=4),
         ]
     else:
         tiles = [
-            right(64, 64, num_warps=4, num_stages=4),
             right(64, 64, num_warps=8, num_stages=3),
             right(64, 128, num_warps=8, num_stages=3),
             left(32, 64, num_warps=2, num_stages=4),
+            left(32, 32, num_warps=2, num_stages=6),
+            left(64, 32, num_warps=2, num_stages=4),
+            left(64, 64, num_warps=2, num_stages=4),
         ]
     tiles.append(replace(tiles[0], is_early=False))
     found = []

@@ -255,6 +255,11 @@ FLOAT8_CONFIGS = [
 ]
 # Warps share the depth.
 SHARED_DEPTHS = [
+    (5, config(16, 32, 128, warp_split=4, weights_left=True)),
+    (17, config(16, 32, 128, 2, warp_split=4)),
+]
+# Warps share a depth of more than a block.
+SHARED_BLOCKS = [
     (5, config(16, 16, 256, warp_split=4, weights_left=True)),
     (17, config(16, 32, 512, warp_split=4)),
 ]
@@ -262,7 +267,11 @@ SHARED_DEPTHS = [
 
 @pytest.mark.parametrize(
     ("rows", "tiles", "parts"),
-    [(*each, parts) for parts in FLOAT8_PARTS for each in FLOAT8_CONFIGS + SHARED_DEPTHS * ("rows" in parts)],
+    [
+        (*each, parts)
+        for parts in FLOAT8_PARTS
+        for each in FLOAT8_CONFIGS + SHARED_DEPTHS + SHARED_BLOCKS * ("rows" in parts)
+    ],
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
 def test_scales_of_blocks_and_rows_with_every_kind_of_tile(
@@ -290,8 +299,8 @@ def test_no_scale_is_read_beyond_the_depth(dtype: torch.dtype, tiles: dict[str, 
 
 def test_tiles_with_more_than_one_scale_are_refused() -> None:
     case = make_case(5, 300, 270, "blocks nobias", HALF)
-    for tiles in (config(16, 16, 256), config(16, 256, 64), config(16, 16, 128, warp_split=2)):
-        with pytest.raises(ShapeError, match="that divide 128 with blocks, each"):
+    for tiles in (config(16, 16, 256), config(16, 256, 64), config(16, 16, 256, warp_split=2)):
+        with pytest.raises(ShapeError, match="that divide 128 with blocks, got"):
             launch(case, tiles)
     # Half of a gated layer's rows are the gate's.
     gated = make_case(5, 300, 270, "blocks gated nobias", HALF)

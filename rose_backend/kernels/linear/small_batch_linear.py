@@ -82,7 +82,7 @@ def load_tile(
         SHARE: tl.constexpr = BLOCK_K // WARP_SPLIT
         ks = start + tl.arange(0, WARP_SPLIT)[:, None, None] * SHARE + tl.arange(0, SHARE)[None, None, :]
         offsets = rows.to(tl.int64)[None, :, None] * stride + ks
-        mask = in_rows[None, :, None] & (ks < K)
+        mask = in_rows[None, :, None] if K is None else in_rows[None, :, None] & (ks < K)
     else:
         ks = start + tl.arange(0, BLOCK_K)[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride + ks
@@ -727,14 +727,14 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
     """Return ``config`` if what is multiplied at once has one scale, of a gated layer one for each half.
 
     Raises:
-        ShapeError: a tile's rows or its depth do not divide those of a block, or warps share the depth.
+        ShapeError: a tile's rows or its depth do not divide those of a block.
     """
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
-        if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k or config.warp_split > 1:
+        if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k:
             raise ShapeError(
-                f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, each "
-                f"tile multiplied by all warps, got {config}"
+                f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, "
+                f"got {config}"
             )
     return config
 
