@@ -93,7 +93,7 @@ class Cuts:
             mock.patch.object(
                 linear_gpu,
                 "choose_float8_config",
-                lambda rows, columns, depth: self.products[columns, depth],
+                lambda rows, columns, depth, **_: self.products[columns, depth],
             ),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
             mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
@@ -135,6 +135,13 @@ class Step:
         """Whether products are with float8 weights."""
         return isinstance(self.model.weights.layers[0].qkv.weight, Float8Weight)
 
+    @property
+    def splits(self) -> bool:
+        """Whether their activations are sums of two float8 numbers."""
+        config = self.model.config
+        x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self.ids.device)
+        return self.is_float8 and linear_gpu.can_split(x)
+
     def cuts_in_use(self) -> Cuts:
         """Return the cut of each kernel."""
         config, rows = self.model.config, len(self.ids)
@@ -143,7 +150,7 @@ class Step:
         for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
             columns, depth = linear.packed.weight.shape
             products[columns, depth] = (
-                choose_float8_config(rows, columns, depth)
+                choose_float8_config(rows, columns, depth, split=self.splits)
                 if self.is_float8
                 else choose_linear_config(
                     rows,
@@ -263,12 +270,24 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
     return list(dict.fromkeys(found))
 
 
-def float8_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]:
-    """Return configurations of a product with a float8 weight worth timing: several programs to a multiprocessor."""
+def float8_candidates(rows: int, columns: int, depth: int, *, split: bool) -> list[LinearConfig]:
+    """Return configurations of a product with a float8 weight worth timing: several programs to a multiprocessor.
+
+    Args:
+        split: activations are sums of two float8 numbers.
+    """
     block_m = min(max(triton.next_power_of_2(rows), 8), 64)
     left = functools.partial(LinearConfig, block_k=SCALED_BLOCK, weights_left=True)
     right = functools.partial(LinearConfig, block_k=SCALED_BLOCK)
-    if rows <= 16:
+    if split:
+        heights = (block_m,) if rows <= 32 else (32, 64)
+        cuts = ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 3), (128, 8, 4))
+        tiles = [
+            left(height, width, num_warps=warps, num_stages=stages)
+            for height, (width, warps, stages) in product(heights, cuts)
+            if height * width < 64 * 128 or warps == 8
+        ]
+    elif rows <= 16:
         tiles = [
             left(block_m, 64, num_warps=2, num_stages=5),
             left(block_m, 32, num_warps=1, num_stages=8),
@@ -298,7 +317,7 @@ def float8_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]
         ]
     tiles.append(replace(tiles[0], is_early=False))
     found = []
-    for tile, split_k in product(tiles, (1, 2, 4, 8) if rows <= 16 else (1, 2, 4)):
+    for tile, split_k in product(tiles, (1, 2, 4, 8) if rows <= 16 or split else (1, 2, 4)):
         programs = tile.num_tiles(rows, columns) * split_k
         fits_scratch = programs * tile.block_m * tile.block_n <= MAX_SPLIT_FLOATS
         if split_k == 1 or (programs <= MAX_PROGRAMS and depth >= 512 * split_k and fits_scratch):
@@ -410,8 +429,11 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
             num_processors = gpu_properties(step.ids.device).num_processors
             candidates[part] = attention_candidates(found.best.attention, num_processors)
         else:
-            find = float8_candidates if step.is_float8 else product_candidates
-            candidates[part] = find(rows, *_sizes(part))
+            candidates[part] = (
+                float8_candidates(rows, *_sizes(part), split=step.splits)
+                if step.is_float8
+                else product_candidates(rows, *_sizes(part))
+            )
     problems = found.check(candidates)
     for part, others in candidates.items():
         found.improve(part, others, problems[part])
@@ -447,8 +469,7 @@ def row_of(step: Step, found: Search, part: str) -> str:
     if part != ATTENTION:
         columns, depth = _sizes(part)
         shape = {"rows": rows, "columns": columns, "depth": depth}
-        if not step.is_float8:
-            shape["tma"] = True
+        shape |= {"split": step.splits} if step.is_float8 else {"tma": True}
         return as_line(shape, found.best.products[columns, depth], gpu, found.fastest_us)
     heads = {
         "head_size": config.head_size,

@@ -76,6 +76,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type != "cpu" and gpu_properties(device).capability >= (9, 0)
 
 
+def has_float8_tensor_cores(device: torch.device) -> bool:
+    """Whether tensor cores of ``device`` multiply float8 numbers where they are in shared memory (capability 9.0 and
+    later, without 12)."""
+    return device.type != "cpu" and 9 <= gpu_properties(device).capability[0] < 12
+
+
 def is_aligned(matrix: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator could copy tiles of ``matrix``."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0

@@ -133,6 +133,7 @@ def write_float8(path: Path, form: str, seed: int = 0) -> Path:
     return path
 
 
+FLOAT8_OPTIONS = {"dtype": "bfloat16", "additional_config": {"rose": {"max_quantized_rows": 64}}}
 FLOAT8 = {
     form: partial(write_float8, form=form) for form in ("fp8 blocks", "fp8", "compressed-tensors channel")
 }
@@ -143,8 +144,8 @@ def test_graphs_hold_what_is_listed_and_nothing_else(
     make_engine: MakeEngine, tmp_path: Path, model: str
 ) -> None:
     path = {**WRITERS, **FLOAT8}[model](tmp_path)
-    dtype = "bfloat16" if model in FLOAT8 else "float16"
-    with make_engine(model=str(path), dtype=dtype, **OPTIONS) as llm:
+    options = OPTIONS | (FLOAT8_OPTIONS if model in FLOAT8 else {"dtype": "float16"})
+    with make_engine(model=str(path), **options) as llm:
         assert has_roses_layers(llm)
         ask, answers = asks(llm), said(llm)
         ask(capture_kept)
@@ -204,7 +205,7 @@ def test_steps_are_replayed_after_sleep_and_reloads(
 ) -> None:
     write = FLOAT8.get(model, write_random_qwen3)
     old, new = (write(tmp_path / f"{seed}", seed=seed) for seed in range(2))
-    options = {**OPTIONS, "enable_sleep_mode": True} | ({"dtype": "bfloat16"} if model in FLOAT8 else {})
+    options = {**OPTIONS, "enable_sleep_mode": True} | (FLOAT8_OPTIONS if model in FLOAT8 else {})
     with make_engine(model=str(new), **options) as llm:
         # A fresh engine with the other weights.
         answers_of_new = said(llm)
@@ -248,7 +249,7 @@ def test_graphs_are_captured_again_where_weights_have_moved(
     make_engine: MakeEngine, tmp_path: Path, prefix: str, layers: str
 ) -> None:
     path = FLOAT8.get(layers, WRITERS["Llama"])(tmp_path)
-    options = dict(OPTIONS) | ({"dtype": "bfloat16"} if layers in FLOAT8 else {})
+    options = dict(OPTIONS) | (FLOAT8_OPTIONS if layers in FLOAT8 else {})
     if layers == "vLLM's":
         options |= {
             "additional_config": VLLMS_LAYERS,

@@ -28,8 +28,9 @@ from rose_backend.kernels import (
 )
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.gpu_properties import Workspace
+from rose_backend.kernels.linear import float8
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
+from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype, kernels_only
 from tests.support.linear_cases import (
     EPS,
     FLOAT8_PARTS,
@@ -280,6 +281,47 @@ def test_scales_of_blocks_and_rows_with_every_kind_of_tile(
     for depth in (300, 256):
         case = make_case(rows, depth, 270, parts, HALF if tiles.get("use_dot", True) else torch.float32)
         case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
+
+
+def launch_split(case: Case, tiles: dict[str, Any], next_norm: PackedNorm | None = None) -> torch.Tensor:
+    """Return the product of activations that are split, whatever their dtype and the GPU."""
+    with mock.patch.object(gpu, "can_split", lambda x: True):
+        return launch(case, tiles, next_norm=next_norm)
+
+
+@pytest.mark.parametrize("parts", FLOAT8_PARTS)
+@pytest.mark.parametrize(
+    ("rows", "tiles"),
+    [(1, config(8, 64, 128, weights_left=True)), (21, config(16, 64, 64, 2, weights_left=True))],
+    ids=["one tile", "several"],
+)
+def test_activations_that_are_split(rows: int, tiles: dict[str, Any], parts: str) -> None:
+    case = make_case(rows, 384, 270, parts, HALF)
+    # Groups of columns, and rows, of other magnitudes, down to none.
+    case.x[:, 128:256] *= 1e-2
+    case.x[::2] *= 8.0
+    if rows > 1:
+        case.x[3], case.x[5, 256:] = 0.0, 1e-7
+    # No more bits than two parts have, nor when a norm's weights have multiplied them.
+    case.x = case.x.bfloat16().to(HALF)
+    if case.norm is not None:
+        case.norm = (2.0 ** torch.randint(-2, 2, case.norm[0].shape).to(HALF), None)
+    case.check(INTERPRETER(launch_split, case, tiles, next_norm=case.next_norm))
+
+
+@kernels_only
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 3e38])
+def test_the_parts_of_activations_are_exact(implementation: Implementation, magnitude: float) -> None:
+    """But for bits below 2**-20 of the largest number of a group."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 256, generator=generator) * 4 ** torch.randn(5, 256, generator=generator)
+    x = (x / x.abs().max() * magnitude).to(implementation.device, torch.bfloat16)
+    parts, scales = (each.double().cpu() for each in implementation(float8.split_rows, x))
+    exact = x.double().cpu().view(5, 2, 128)
+    split = (parts[:, 0] + parts[:, 1] / 16).view(5, 2, 128) * scales.T[..., None]
+    largest = exact.abs().amax(2, keepdim=True)
+    assert ((split - exact).abs() < largest * 2**-20).all()
+    assert (split == exact)[exact.abs() >= largest * 2**-13].all()
 
 
 @pytest.mark.parametrize(

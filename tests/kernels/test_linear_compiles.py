@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -71,6 +73,15 @@ def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capabil
     compile_chosen_config(capability, rows, *shape, HALF)
 
 
+@compiles("_split_kernel", "small_batch_linear_kernel", capabilities=(90, 100))
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("shape", FLOAT8_SHAPES)
+def test_products_of_split_activations_compile_without_spills(
+    rows: int, shape: tuple[int, int, str], capability: int
+) -> None:
+    compile_chosen_config(capability, rows, *shape, torch.bfloat16)
+
+
 @compiles("_dequantize_kernel")
 @pytest.mark.parametrize("parts", ["rows", "blocks"])
 def test_writing_a_part_in_half_precision_compiles(parts: str, capability: int) -> None:
@@ -108,7 +119,13 @@ def compile_chosen_config(
     if isinstance(given, NormInput):
         given = given._replace(moments=torch.empty(rows, 2, num_x_parts))
     exact = dtype is torch.float32
-    with record_launches(gpu, "small_batch_linear_kernel") as launches, overlapping(capability >= 90):
+    split = dtype is torch.bfloat16 and isinstance(case.weight, Float8Weight) and capability >= 90
+    with (
+        record_launches(gpu, "small_batch_linear_kernel") as launches,
+        record_launches(float8, "_split_kernel") as splits,
+        overlapping(capability >= 90),
+        mock.patch.object(gpu, "can_split", lambda x: split),
+    ):
         gpu.small_batch_linear(
             given,
             case.layer,
@@ -116,7 +133,7 @@ def compile_chosen_config(
             residual=case.residual,
             out=out,
             next_norm=None if case.residual is None else case.next_norm,
-            config=gpu.choose_float8_config(rows, columns, depth)
+            config=gpu.choose_float8_config(rows, columns, depth, split=split)
             if isinstance(case.weight, Float8Weight) and not exact
             else gpu.choose_linear_config(
                 rows,
@@ -138,3 +155,6 @@ def compile_chosen_config(
     assert resources.spill_bytes == 0
     assert resources.shared_bytes <= MOST_SHARED_BYTES[capability]
     assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
+    assert len(splits) == split
+    for each in splits:
+        assert compile_launch(each, capability).spill_bytes == 0

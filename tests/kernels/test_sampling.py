@@ -871,6 +871,9 @@ def test_replayed_graphs_read_their_inputs_anew() -> None:
         for name in SamplingTensors.__dataclass_fields__:
             if isinstance(getattr(static, name), torch.Tensor):
                 getattr(static, name).copy_(getattr(case, name))
+        assert static.processors is not None and case.processors is not None
+        for table, given in zip(static.processors, case.processors, strict=True):
+            table.copy_(given)
         graph.replay()
         assert_same(output, kernels.sample(case_logits.cuda(), chosen_rows(case, device="cuda")))
 

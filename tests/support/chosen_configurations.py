@@ -145,8 +145,11 @@ def _linear(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         case = f"{name} {columns} x {depth}, {'exact' if exact else '16 bits'}"
         yield f"{case}, {'aligned' if is_aligned else 'not aligned'}", by_ranges(chosen)
     for name, (columns, depth) in shape.products.items():
-        choose = functools.partial(tuning.choose_float8_config, num_columns=columns, depth=depth)
-        yield f"{name} {columns} x {depth}, float8", by_ranges(choose)
+        for split in (False, True):
+            choose = functools.partial(
+                tuning.choose_float8_config, num_columns=columns, depth=depth, split=split
+            )
+            yield f"{name} {columns} x {depth}, float8{', split' if split else ''}", by_ranges(choose)
 
 
 def _experts(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:

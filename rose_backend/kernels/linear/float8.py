@@ -1,4 +1,4 @@
-"""Float8 weights on a GPU: numbers of 8 bits in registers, and products of many rows.
+"""Float8 weights on a GPU: numbers of 8 bits in registers, activations as sums of two of them, products of many rows.
 
 A product of many rows takes as long as its multiplications. So the matrix is written in the type of ``x``, a part at a
 time that fits the L2 cache, and a library multiplies it.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.arguments import SCALED_BLOCK, Float8Weight
-from rose_backend.kernels.gpu_properties import current_workspace
+from rose_backend.kernels.gpu_properties import current_workspace, has_dependent_launch
 from rose_backend.kernels.tuning.measured import constants
 
 
@@ -65,6 +65,85 @@ def from_float8(bits, DTYPE: tl.constexpr, BY_ASSEMBLER: tl.constexpr):
         moved = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
         numbers = (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2**120
     return numbers
+
+
+_GROUP = tl.constexpr(SCALED_BLOCK)
+_SPLIT_COLUMNS = 8 * SCALED_BLOCK
+"""Of a program that splits a row."""
+
+
+@triton.jit
+def _truncated(numbers):
+    """Return float32 numbers without the bits that e4m3 does not have: four are left, or multiples of 2**-9."""
+    leading = (numbers.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(
+        tl.abs(numbers) < 0.015625, (numbers * 512.0).to(tl.int32).to(tl.float32) / 512.0, leading
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_kernel(
+    x_ptr,  # [T, E]
+    parts_ptr,  # [T, 2, E] float8  written
+    scales_ptr,  # [E / 128, T] float32  written
+    num_rows,
+    x_stride,
+    K: tl.constexpr,  # E
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (row, part of its columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * (COLUMNS // _GROUP) + tl.arange(0, COLUMNS // _GROUP)
+    columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = columns < K
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    # A power of two, which is exact: the largest number is divided into 128 to 256, of 448 that e4m3 has. Bounded, so
+    # that all scales are normal numbers.
+    exponents = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 17) - 7
+    scales = (exponents << 23).to(tl.float32, bitcast=True)
+    divided = x * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+    # Rounded down, as what is left has four bits then, and its sign.
+    high = _truncated(divided)
+    low = _truncated((divided - high) * 16.0)
+    part_ptrs = parts_ptr + row * (2 * K) + columns
+    tl.store(part_ptrs, high.to(tl.float8e4nv), mask=inside)
+    tl.store(part_ptrs + K, low.to(tl.float8e4nv), mask=inside)
+    tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups * _GROUP < K)
+
+
+def split_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bfloat16 activations as sums of two float8 numbers each, which tensor cores multiply by float8 weights.
+
+    The first number has the four leading bits, the second the other four. Numbers below 2**-13 of the largest one of
+    their 128 columns lose bits: less than 2**-20 of the largest one.
+
+    Args:
+        x: [T, E], E a multiple of 128.
+
+    Returns:
+        The numbers, [T, 2, E] float8, of which the second is to be divided by 16, and what the sum is then to be
+        multiplied by, [E / 128, T] float32.
+    """
+    num_rows, depth = x.shape
+    parts = torch.empty((num_rows, 2, depth), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((depth // SCALED_BLOCK, num_rows), dtype=torch.float32, device=x.device)
+    use_pdl = has_dependent_launch(x.device)
+    _split_kernel[(num_rows, triton.cdiv(depth, _SPLIT_COLUMNS))](
+        x,
+        parts,
+        scales,
+        num_rows,
+        x.stride(0),
+        K=depth,
+        COLUMNS=_SPLIT_COLUMNS,
+        PDL=use_pdl,
+        launch_pdl=use_pdl,
+    )
+    return parts, scales
 
 
 _PART_BYTES = constants("float8 products")["bytes"]

@@ -17,7 +17,9 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 - Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
 - Weights in 8 bits become the type of ``x`` in registers, which is exact. Scales of rows multiply the products; with
   scales of blocks a tile lies in one block, or, of a gated layer, in one of the gate and one of its factor, and its
-  products are multiplied before they are added up.
+  products are multiplied before they are added up. Those conversions take as long as the weights to arrive. So where
+  tensor cores multiply float8 numbers, weights stay as they are and ``x`` becomes a sum of two such numbers
+  (``split_rows``), which is exact for bfloat16: twice the products, which cost nothing at few rows, and no conversion.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -46,8 +48,9 @@ from rose_backend.kernels.gpu_properties import (
     current_workspace,
     gpu_properties,
     has_dependent_launch,
+    has_float8_tensor_cores,
 )
-from rose_backend.kernels.linear.float8 import from_float8
+from rose_backend.kernels.linear.float8 import from_float8, split_rows
 from rose_backend.kernels.tuning.choices import (
     LINEAR_PREFETCH,
     MAX_SPLIT_FLOATS,
@@ -68,6 +71,8 @@ class WeightFormat(NamedTuple):
     """Of a gated layer the gate's rows come first; otherwise rows of gate and factor alternate."""
     BY_ASSEMBLER: bool = False
     """See ``from_float8``."""
+    SPLIT: bool = False
+    """``x`` is a sum of two float8 numbers (``split_rows``), and they are multiplied as they are."""
 
 
 @triton.jit
@@ -397,6 +402,50 @@ def _multiply(
 
 
 @triton.jit
+def _multiply_split(
+    x,  # pointers to [T, 2, E] float8 and to its scales, [E / 128, T]
+    weight_ptr,
+    scales,  # of blocks: pointer, and strides of rows and columns of blocks
+    x_rows,  # tile of rows, and how many rows there are
+    weight_rows,  # of the result's columns, which of these there are, their tile; how many there are
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N].
+
+    Tensor cores add float8 products up with fewer bits than float32 has, so those of a block's depth at most.
+    """
+    row_tile, num_rows = x_rows
+    columns, in_columns, tile, num_columns = weight_rows
+    parts = row_tile * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
+    # Copies of float8 tiles have no masks: what is beyond the last row is another row, and not stored.
+    x_offsets = tl.minimum(parts, 2 * num_rows - 1).to(tl.int64)[:, None] * K
+    weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * K
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    rows = tl.minimum(row_tile * BLOCK_M + tl.arange(0, BLOCK_M), num_rows - 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(begin, tl.minimum(begin + DEPTH, K), BLOCK_K):
+        x_part = tl.load(x[0] + x_offsets + (start + ks))
+        weight_part = tl.load(weight_ptr + weight_offsets + (start + ks))
+        scale = tl.load(x[1] + start // _SCALED_BLOCK * num_rows + rows)[None, :]
+        if FORMAT.SCALE_ROWS > 1:
+            first, second = _tile_scales(scales, tile, num_columns, start, FORMAT, K, BLOCK_N)
+            if FORMAT.HALVES:
+                scale = tl.where(tl.arange(0, BLOCK_N) % 2 == 0, first, second)[:, None] * scale
+            else:
+                scale *= first
+        products = tl.dot(weight_part, tl.trans(x_part))
+        high, low = tl.split(tl.reshape(products, [BLOCK_N, BLOCK_M, 2]))
+        acc += (high + low * 0.0625) * scale
+    return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
+
+
+@triton.jit
 def _finish(
     acc,
     moments,  # sums of x and of its squares, with NORM
@@ -443,8 +492,8 @@ def _finish(
 def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
     weight_desc,
-    x_ptr,  # [T, E]
-    weight_ptr,  # [O, E], of uint8 with scales
+    given,  # x, [T, E], and None; with SPLIT of the format what ``split_rows`` returns
+    weight_ptr,  # [O, E], with scales of uint8, with SPLIT of float8
     scales,  # pointer and strides of ``Float8Weight.scales``; None without
     bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
@@ -508,7 +557,7 @@ def small_batch_linear_kernel(
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
     x_scale, next_weight, weight_scale, tile_scales = None, None, None, None
     # What is constant is loaded before the wait.
-    WHOLE: tl.constexpr = DEPTH == BLOCK_K
+    WHOLE: tl.constexpr = DEPTH == BLOCK_K and not FORMAT.SPLIT
     if WHOLE and TMA:
         weight = weight_desc.load([tile * BLOCK_N, begin])
     elif WHOLE:
@@ -519,7 +568,7 @@ def small_batch_linear_kernel(
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
         weight_scale = tl.load(scales[0] + weight_rows * scales[1], mask=in_columns, other=0.0)
-    elif FORMAT.SCALE_ROWS > 1 and USE_DOT:
+    elif FORMAT.SCALE_ROWS > 1 and USE_DOT and not FORMAT.SPLIT:
         tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, K, BLOCK_N)
     if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
@@ -539,14 +588,20 @@ def small_batch_linear_kernel(
     if WHOLE and TMA:
         x = x_desc.load([row_tile * BLOCK_M, begin])
     elif WHOLE:
-        x = load_tile(x_ptr, rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
+        x = load_tile(given[0], rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    acc = _multiply(
-        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
-        (weight_rows, in_columns, tile, num_columns), x_stride, begin,
-        FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
-    )  # fmt: skip
+    if FORMAT.SPLIT:
+        acc = _multiply_split(
+            given, weight_ptr, scales, (row_tile, num_rows),
+            (weight_rows, in_columns, tile, num_columns), begin, FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc = _multiply(
+            x, weight, (x_desc, weight_desc), (given[0], weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
+            (weight_rows, in_columns, tile, num_columns), x_stride, begin,
+            FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+        )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
@@ -662,8 +717,8 @@ def small_batch_linear(
     """
     x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
-    weight, scales, form = _stored(layer)
-    bias, column_sums, num_columns = layer.bias, layer.column_sums, weight.shape[0]
+    weight, scales, form = _stored(layer, x)
+    bias, num_columns = layer.bias, weight.shape[0]
     config = _checked(config or _choose_config(x, weight, form), form)
     shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config)
     after = norm_after(next_norm, out, shape.num_parts)
@@ -673,11 +728,11 @@ def small_batch_linear(
     unused = x if bias is None else bias
     small_batch_linear_kernel[(shape.num_tiles * shape.num_row_tiles, config.split_k)](
         *(_describe(x, weight, config) if config.use_tma else (None, None)),
-        x,
+        split_rows(x) if form.SPLIT else (x, None),
         weight,
         scales,
         unused,
-        unused if column_sums is None else column_sums,
+        unused if layer.column_sums is None else layer.column_sums,
         unused if x_moments is None else x_moments,
         None if norm is None else norm.scale,
         x if residual is None else residual,
@@ -696,7 +751,7 @@ def small_batch_linear(
         DEPTH=shape.depth,
         BIAS=bias is not None,
         NORM=norm is not None,
-        CENTRE=column_sums is not None,
+        CENTRE=layer.column_sums is not None,
         X_PARTS=0 if x_moments is None else x_moments.shape[2],
         GELU=gelu,
         GATED=layer.is_gated,
@@ -711,23 +766,35 @@ def small_batch_linear(
     return after.result(next_norm, out)
 
 
-def _stored(layer: PackedLinear) -> tuple[torch.Tensor, tuple[Any, ...] | None, WeightFormat]:
+def _stored(
+    layer: PackedLinear, x: torch.Tensor
+) -> tuple[torch.Tensor, tuple[Any, ...] | None, WeightFormat]:
     """Return a layer's weight as the kernel reads it, its scales with their strides, and how it is stored."""
     weight = layer.weight
     if not isinstance(weight, Float8Weight):
         return weight, None, WeightFormat()
-    scale_rows = SCALED_BLOCK if weight.has_blocks else 1
     form = WeightFormat(
-        scale_rows, layer.is_gated and not layer.alternates, not triton.knobs.runtime.interpret
+        SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
+        HALVES=layer.is_gated and not layer.alternates,
+        BY_ASSEMBLER=not triton.knobs.runtime.interpret,
+        SPLIT=can_split(x),
     )
-    return weight.values.view(torch.uint8), (weight.scales, *weight.scales.stride()), form
+    values = weight.values if form.SPLIT else weight.values.view(torch.uint8)
+    return values, (weight.scales, *weight.scales.stride()), form
+
+
+def can_split(x: torch.Tensor) -> bool:
+    """Whether ``x`` is multiplied by float8 weights as sums of two float8 numbers, which have all bits of bfloat16."""
+    is_whole = x.dtype == torch.bfloat16 and x.shape[1] % SCALED_BLOCK == 0
+    return is_whole and has_float8_tensor_cores(x.device)
 
 
 def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
     """Return ``config`` if what is multiplied at once has one scale, of a gated layer one for each half.
 
     Raises:
-        ShapeError: a tile's rows or its depth do not divide those of a block.
+        ShapeError: a tile's rows or its depth do not divide those of a block, or the way that float8 numbers are
+            multiplied is another one.
     """
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
@@ -736,6 +803,13 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
                 f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, "
                 f"got {config}"
             )
+    if form.SPLIT:
+        is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
+        if not is_plain or SCALED_BLOCK % config.block_k:
+            raise ShapeError(
+                f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
+                f"{SCALED_BLOCK}, where x is split, got {config}"
+            )
     return config
 
 
@@ -743,7 +817,7 @@ def _choose_config(x: torch.Tensor, weight: torch.Tensor, form: WeightFormat) ->
     """Return the measured choice."""
     exact = x.dtype == torch.float32
     if form.SCALE_ROWS and not exact:
-        return choose_float8_config(x.shape[0], weight.shape[0], x.shape[1])
+        return choose_float8_config(x.shape[0], weight.shape[0], x.shape[1], split=form.SPLIT)
     return choose_linear_config(
         x.shape[0],
         weight.shape[0],
@@ -779,5 +853,5 @@ def _tiles_of(config: LinearConfig, form: WeightFormat) -> dict[str, Any]:
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_FLOAT8_REGISTERS if form.SCALE_ROWS else None,
+        "maxnreg": MAX_FLOAT8_REGISTERS if form.SCALE_ROWS and not form.SPLIT else None,
     }

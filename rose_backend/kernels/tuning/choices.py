@@ -51,7 +51,7 @@ LINEAR_PREFETCH = constants("linear prefetch")
 _MIN_PROGRAMS = 96
 """That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
 132."""
-_MIN_FLOAT8_PROGRAMS = 192
+_MIN_FLOAT8_PROGRAMS = 256
 """Likewise, where several programs fit a multiprocessor, and fewer have too few bytes under way."""
 _TENSOR_MEMORY_DEPTH = 512
 
@@ -82,9 +82,13 @@ def choose_linear_config(
 
 
 @lru_cache(maxsize=4096)
-def choose_float8_config(num_rows: int, num_columns: int, depth: int) -> LinearConfig:
-    """Return the configuration of a product with a float8 weight, of half precision."""
-    return _FLOAT8_LINEAR.choose({"rows": num_rows, "columns": num_columns, "depth": depth})
+def choose_float8_config(num_rows: int, num_columns: int, depth: int, *, split: bool) -> LinearConfig:
+    """Return the configuration of a product with a float8 weight, of half precision.
+
+    Args:
+        split: activations are sums of two float8 numbers.
+    """
+    return _FLOAT8_LINEAR.choose({"rows": num_rows, "columns": num_columns, "depth": depth, "split": split})
 
 
 def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:
@@ -132,7 +136,7 @@ _LINEAR = Table(
 _FLOAT8_LINEAR = Table(
     "float8 linear",
     LinearConfig,
-    ("rows", "columns", "depth"),
+    ("rows", "columns", "depth", "split"),
     rules={"fill": partial(_fill, _MIN_FLOAT8_PROGRAMS)},
     results={},
 )
