@@ -422,6 +422,9 @@ class HeadRotation:
     key_norm: torch.Tensor | None = None  # [D]; both or neither
     eps: float = 0.0
     """Of the norms."""
+    by_token: bool = False
+    """``cos_sin`` has a row for each token of a step in place of each position, as where a token has several positions
+    or another one than its place in the request (M-RoPE)."""
 
 
 class NewTokens(NamedTuple):

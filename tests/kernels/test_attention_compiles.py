@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -59,10 +60,12 @@ def check(resources: Resources, *, lane_by_lane: bool) -> None:
     assert "griddepcontrol" not in resources.ptx
 
 
+@pytest.mark.parametrize("by_token", [False, True], ids=["by position", "by token"])
 @pytest.mark.parametrize("num_rows", [1, 4, 8, 32, 64, 256])
 @pytest.mark.parametrize("shape", [QWEN3_06B, LLAMA_8B], ids=str)
-def test_rotating_kernels_compile_without_spills(shape: Heads, num_rows: int) -> None:
-    resources = compile_decode(shape, num_rows, 1, None, 90, norms=shape == QWEN3_06B)
+def test_rotating_kernels_compile_without_spills(shape: Heads, num_rows: int, by_token: bool) -> None:
+    norms = shape == QWEN3_06B
+    resources = compile_decode(shape, num_rows, 1, None, 90, norms=norms, by_token=by_token)
     assert resources.spill_bytes == 0 and WIDE_LOAD.search(resources.ptx)
 
 
@@ -117,8 +120,14 @@ def compile_decode(
     *,
     overlap: bool = False,
     norms: bool | None = None,
+    by_token: bool = False,
 ) -> Resources:
     """Compile as for an H200, with the tuning that is used there; ``norms`` says of what kind a rotation is."""
+    rotation = None
+    if norms is not None:
+        rotation = replace(
+            random_rotation(shape[2], norms=norms, num_positions=256, dtype=shape[3]), by_token=by_token
+        )
     num_query_heads, num_kv_heads, head_size, dtype = shape
     query = torch.empty(num_rows * max_query_len, num_query_heads, head_size, dtype=dtype)
     new = torch.empty(num_rows * max_query_len, num_kv_heads, head_size, dtype=dtype)
@@ -150,7 +159,7 @@ def compile_decode(
             options=options,
             out=query,
             overlap=overlap,
-            rotation=None if norms is None else random_rotation(head_size, norms=norms, dtype=dtype),
+            rotation=rotation,
         )
     return compile_launch(launches[0], capability)
 

@@ -280,6 +280,7 @@ def test_large_queries_beside_small_keys(
     check(implementation, inputs, max_query_len)
 
 
+@pytest.mark.parametrize("by_token", [False, True], ids=["by position", "by token"])
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize(
     ("shape", "rotated", "dtype"),
@@ -293,12 +294,22 @@ def test_large_queries_beside_small_keys(
     ids=str,
 )
 def test_heads_are_rotated_on_the_way(
-    implementation: Implementation, shape: Shape, rotated: int, dtype: torch.dtype, norms: bool
+    implementation: Implementation,
+    shape: Shape,
+    rotated: int,
+    dtype: torch.dtype,
+    norms: bool,
+    by_token: bool,
 ) -> None:
     device = implementation.device
     plain, turned = (make_inputs(PADDED, shape=shape, dtype=dtype, device=device) for _ in range(2))
     rotation = random_rotation(shape[2], rotated, norms=norms, dtype=dtype, device=device)
-    rotate_query_key(turned.query, turned.new_key, turned.num_computed_tokens.clamp(min=0).long(), rotation)
+    positions = turned.num_computed_tokens.clamp(min=0).long()
+    if by_token:
+        # Rows of the table that no length leads to.
+        rotation = replace(rotation, cos_sin=rotation.cos_sin.flip(0)[: len(positions)], by_token=True)
+        positions = torch.arange(len(positions), device=device)
+    rotate_query_key(turned.query, turned.new_key, positions, rotation)
     before = plain.query.clone(), plain.new_key.clone()
     out = run(implementation, plain, rotation=rotation)
     check_attention(turned, out)
@@ -550,6 +561,10 @@ def starts(*values: int) -> torch.Tensor:
         ({"key_scale": torch.ones(1)}, r"key_scale: expected None with caches of torch.float32, got a tensor"),
         ({"rotation": random_rotation(16, norms=True), "stored_before": True}, "rotation: expected new_key without"),
         ({"rotation": random_rotation(16, norms=True), "max_query_len": 1}, "new_key without query_start_loc"),
+        (
+            {"rotation": replace(random_rotation(16, norms=True, num_positions=1), by_token=True)},
+            "cos_sin: expected a row for each of T=",
+        ),
         (
             {"rotation": replace(random_rotation(18, norms=True), cos_sin=torch.zeros(9, 16))},
             "query_norm: expected D=16, got 18",

@@ -93,8 +93,8 @@ def paged_decode(
             and ``out``. All else, the cached tokens too, is read ahead and must be complete: it is if whatever made it
             is followed, before this call, by a kernel that was launched without programmatic dependence. Without
             ``new`` the last tokens come from a previous kernel, and nothing overlaps.
-        rotation: ``query`` and new keys are rotated by the tokens' positions as they are loaded, as by
-            ``rotate_query_key``; both stay as they are. With one new token per request only.
+        rotation: ``query`` and new keys are rotated by the tokens' positions, or ``by_token``, as they are loaded, as
+            by ``rotate_query_key``; both stay as they are. With one new token per request only.
 
     Calls in one ``Workspace`` share scratch memory and must follow one another on one stream. They can be captured in a
     CUDA graph after a first call outside, and one captured call serves any lengths.
@@ -138,6 +138,10 @@ def _check_rotation(query: torch.Tensor, new: NewTokens | None, kv: PagedKV, rot
     if new is None or kv.query_start_loc is not None:
         raise ShapeError("rotation: expected new_key without query_start_loc")
     check_rotation(query, rotation)
+    if rotation.by_token and len(rotation.cos_sin) < len(query):
+        raise ShapeError(
+            f"cos_sin: expected a row for each of T={len(query)} tokens, got {len(rotation.cos_sin)}"
+        )
 
 
 def _rotated(
@@ -145,7 +149,10 @@ def _rotated(
 ) -> tuple[torch.Tensor, NewTokens]:
     query, new = query.clone(), new._replace(key=new.key.clone())
     # Padding rows need a position, too.
-    rotate_query_key(query, new.key, kv.num_computed_tokens.clamp(min=0).long(), rotation)
+    positions = kv.num_computed_tokens.clamp(min=0).long()
+    if rotation.by_token:
+        positions = torch.arange(len(query), device=query.device)
+    rotate_query_key(query, new.key, positions, rotation)
     return query, new
 
 

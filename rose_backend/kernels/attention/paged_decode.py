@@ -575,7 +575,7 @@ def _paged_decode_kernel(
     angles, query_norm, key_norm = None, None, None
     if ROTATION is not None:
         tl.static_assert(HAS_NEW and MAX_QUERY_LEN == 1, "all heads have the new token's position")
-        angles = load_angles(rotation, length, HEAD_TILE, ROTATION)
+        angles = load_angles(rotation, length, first_token, HEAD_TILE, ROTATION)
         query_norm = load_head_norm(rotation.query_norm, angles, HEAD_SIZE, ROTATION.NORM)
         key_norm = load_head_norm(rotation.key_norm, angles, HEAD_SIZE, ROTATION.NORM)
     if OVERLAP:

@@ -121,12 +121,13 @@ class RotationSizes(NamedTuple):
 
     HALF: int  # DR / 2
     NORM: bool
+    BY_TOKEN: bool
 
 
 class RotationTensors(NamedTuple):
     """Tensors and numbers of a rotation inside another kernel."""
 
-    cos_sin: torch.Tensor  # [P, DR]
+    cos_sin: torch.Tensor  # [P, DR], with BY_TOKEN [T, DR]
     query_norm: torch.Tensor  # [D], with NORM
     key_norm: torch.Tensor  # [D], with NORM
     eps: float
@@ -141,16 +142,17 @@ def inside_another_kernel(rotation: HeadRotation) -> tuple[RotationTensors, Rota
         table if key_norm is None else key_norm.contiguous(),
         rotation.eps,
     )
-    return tensors, RotationSizes(table.shape[1] // 2, query_norm is not None)
+    return tensors, RotationSizes(table.shape[1] // 2, query_norm is not None, rotation.by_token)
 
 
 @triton.jit
-def load_angles(rotation, position, HEAD_TILE: tl.constexpr, SIZES: tl.constexpr):
-    """Return a position's angles: cosines, signed sines, and the number that each number of a head turns with."""
+def load_angles(rotation, position, token, HEAD_TILE: tl.constexpr, SIZES: tl.constexpr):
+    """Return a token's angles: cosines, signed sines, and the number that each number of a head turns with."""
     HALF: tl.constexpr = SIZES.HALF
     dims = tl.arange(0, HEAD_TILE)
     is_rotated = dims < 2 * HALF
-    angles = rotation.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
+    row = token if SIZES.BY_TOKEN else position
+    angles = rotation.cos_sin + row.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angles, mask=is_rotated, other=1.0)
     sin = tl.load(angles + HALF, mask=is_rotated, other=0.0)
     partners = tl.where(dims < HALF, dims + HALF, tl.where(is_rotated, dims - HALF, dims))

@@ -218,7 +218,8 @@ def rotate_query_key(
 
     Args:
         query, key: two parts of one projection, or separate tensors; innermost stride 1.
-        positions: inside the table, of padding rows too; a GPU does not check that.
+        positions: inside the table, of padding rows too; a GPU does not check that. ``0 .. T - 1`` where the table has
+            a row for each token (``by_token``).
         rotation: on GPUs of capability 9.0 and later, its table and ``positions`` are read while the kernel in front
             still runs, and must be complete: they are if whatever made them is followed, before this call, by a kernel
             that was launched without programmatic dependence, such as ``embed_tokens``.
