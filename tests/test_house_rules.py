@@ -71,6 +71,7 @@ CALLED_FROM_OUTSIDE = {
     "vLLM's engine, of a step's output": {"get_output", "get_kv_connector_output"},
     "vLLM's model registry, by the names that model_choice.py makes": {
         *("RoseMistralForCausalLM", "RoseQwen2ForCausalLM", "RoseQwen3ForCausalLM"),
+        *("RoseQwen2_5_VLForConditionalGeneration", "RoseQwen3VLForConditionalGeneration"),
     },
     "FastAPI, of a route": {"list_models"},
     "users, as of vLLM's LLM": {"get_default_sampling_params"},

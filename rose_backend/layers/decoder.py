@@ -70,6 +70,8 @@ class Decoder:
     """Of the layers' ``Adapters``; None: no token of the step has an adapter."""
     max_packed_rows: int | None = None
     """Largest small batch; None: as large as ``max_packed_rows`` says."""
+    deepstack: Sequence[torch.Tensor] = ()
+    """[T, E] each: added to the hidden states after the first layers, one after each; not of small batches."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
@@ -77,14 +79,15 @@ class Decoder:
         most = self.max_packed_rows
         if most is None:
             most = max_packed_rows(norm.weight.shape[0])
-        return norm.packed if attention.decodes_only and num_tokens <= most else None
+        is_small = attention.decodes_only and num_tokens <= most and not self.deepstack
+        return norm.packed if is_small else None
 
 
 def run_layers(
     decoder: Decoder,
     hidden: torch.Tensor,  # [T, E]  written where the batch is small
     norm_input: NormInput | None,
-    positions: torch.Tensor,  # [T] int64
+    positions: torch.Tensor,  # [T] int64; 0 .. T - 1 with rotations by token
     attention: StepAttention,
 ) -> torch.Tensor:
     """Return the normed final hidden states: [T, E], or [R, E] where ``attention`` wants last tokens only.
@@ -130,4 +133,6 @@ def run_layers(
             stream.sparse_mlp(layer.mlp_norm, layer.mlp, next_norm)
         else:
             decoder.mlp(stream, layer.mlp_norm, layer.mlp, next_norm)
+        if index < len(decoder.deepstack):
+            stream.add_given(decoder.deepstack[index])
     return stream.normed(decoder.final_norm)

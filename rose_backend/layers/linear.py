@@ -275,6 +275,11 @@ class ResidualStream:
         else:
             self._delta = self._product(x, linear)
 
+    def add_given(self, x: torch.Tensor) -> None:
+        """Add ``x``, [T, E], to the hidden states, where the batch is not small."""
+        assert not self.is_small_batch, "what is left to the next norm would be of other hidden states"
+        self.hidden = self.hidden + x
+
     def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         product = _product(x, linear)
         self._add_adapters(x, linear, product)

@@ -61,7 +61,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             check_supported(self, switches)
             if leaves_graphs:
                 choose_mixed_graphs(self)
-            choice = choose_model_class(self, switches)
+            choice = choose_model_class(self, switches, leaves_graphs=leaves_graphs)
         except ConfigError as error:
             # vLLM wraps the error in several lines; this one is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)

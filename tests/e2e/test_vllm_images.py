@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, KVEventsConfig
 from vllm.lora.request import LoRARequest
 
+from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -34,6 +35,7 @@ from tests.support.random_vision_checkpoints import (
     write_random_qwen3_vl,
 )
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
+from tests.support.vllm_engines import runner_of
 
 ROUNDING = 1e-3
 NUM_TOKENS = 10
@@ -119,16 +121,20 @@ def expected(make_engine: MakeEngine, model: str) -> Expected:
     return dict(zip(PROMPTS, said, strict=True)), tokens
 
 
-@pytest.fixture(scope="module", params=["awaited steps", "overlapped steps"])
+@pytest.fixture(scope="module", params=["awaited steps", "overlapped steps, packed layers"])
 def engine(
     expected: Expected, make_engine: MakeEngine, model: str, request: pytest.FixtureRequest
 ) -> Iterator[SteppedEngine]:
     """Return an engine whose chunks end inside pictures, with a tenth of the 1,000 blocks that the crowd asks for."""
     with pytest.MonkeyPatch.context() as environment:
-        if request.param == "overlapped steps":
+        if request.param != "awaited steps":
             overlap_steps_on_cpu(environment)
+            # As a GPU packs them, so that steps that only decode have small batches.
+            environment.setattr(decoder, "packs_layers", lambda switches, device: True)
         options = {"max_num_batched_tokens": 53, "max_num_seqs": 32, "num_gpu_blocks_override": 101}
         with make_engine(model=model, **options) as llm:
+            has_own_layers = "qwen" in Path(model, "config.json").read_text().lower()
+            assert isinstance(runner_of(llm).model, decoder.RoseDecoder) is has_own_layers
             yield SteppedEngine(llm)
 
 
@@ -430,7 +436,9 @@ def test_prompts_are_replayed_where_no_python_is_needed(
     gpu_engine.generate([prompt_of(HEAD, picture(77), QUESTION), TEXTS["text of 33 tokens"]], GPU_GREEDY)
     assert config.use_v2_model_runner == (case[1] == "V2")
     is_replayed = case[0] != "Qwen3-VL"
-    mode = CUDAGraphMode.FULL if is_replayed else CUDAGraphMode.FULL_AND_PIECEWISE
+    has_pieces, mode = case == ("Qwen3-VL", "V1"), CUDAGraphMode.FULL
+    if not is_replayed:
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if has_pieces else CUDAGraphMode.FULL_DECODE_ONLY
     assert config.compilation_config.cudagraph_mode == mode
     assert bool(steps_in_python) != is_replayed
     assert all(step.num_prefill_tokens for step in steps_in_python), "a step that only decodes was launched"

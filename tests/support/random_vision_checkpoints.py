@@ -74,6 +74,15 @@ def write_random_qwen2_5_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a checkpoint as Qwen2.5-VL's, with what prepares images for it. Needs torchvision."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
+    path = write_random(Qwen2_5_VLForConditionalGeneration, qwen2_5_vl_config(), Path(path), seed)
+    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
+    videos = Qwen2VLVideoProcessor(patch_size=14, merge_size=2)
+    Qwen2_5_VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
+    return path
+
+
+def qwen2_5_vl_config() -> Qwen2_5_VLConfig:
+    """Return the configuration of ``write_random_qwen2_5_vl``."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     blocks = {
         "depth": 2,
@@ -82,22 +91,26 @@ def write_random_qwen2_5_vl(path: str | Path, seed: int = 0) -> Path:
         "initializer_range": 0.2,
         "window_size": 112,
     }
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config=VISION_TEXT | {"rope_parameters": rope},
         vision_config=VISION | blocks | {"fullatt_block_indexes": [1]},
         **VISION_TOKEN_IDS,
     )
-    path = write_random(Qwen2_5_VLForConditionalGeneration, config, Path(path), seed)
-    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
-    videos = Qwen2VLVideoProcessor(patch_size=14, merge_size=2)
-    Qwen2_5_VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
-    return path
 
 
 def write_random_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a checkpoint as Qwen3-VL's, with what prepares images for it. Needs torchvision."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
+    path = write_random(Qwen3VLForConditionalGeneration, qwen3_vl_config(), Path(path), seed)
+    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
+    videos = Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
+    Qwen3VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
+    return path
+
+
+def qwen3_vl_config() -> Qwen3VLConfig:
+    """Return the configuration of ``write_random_qwen3_vl``."""
     rope = {
         "rope_type": "default",
         "rope_theta": 1e6,
@@ -105,16 +118,11 @@ def write_random_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
         "mrope_interleaved": True,
     }
     blocks = {"depth": 3, "num_heads": 2, "out_hidden_size": 256, "initializer_range": 0.2}
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config=VISION_TEXT | {"head_dim": 64, "rope_parameters": rope},
         vision_config=VISION | blocks | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **VISION_TOKEN_IDS,
     )
-    path = write_random(Qwen3VLForConditionalGeneration, config, Path(path), seed)
-    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
-    videos = Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
-    Qwen3VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
-    return path
 
 
 def _add_vision_tokens(path: Path) -> PreTrainedTokenizerBase:

@@ -761,6 +761,32 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
     assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
 
 
+@pytest.mark.parametrize(
+    ("module", "family"),
+    [("qwen2_5_vl", "Qwen2_5_VL"), ("qwen3_vl", "Qwen3VL")],
+)
+def test_models_with_images_call_their_language_model_as_rose_does(module: str, family: str) -> None:
+    """Without torchvision, which vLLM's modules import: by their sources."""
+    path = Path(inspect.getfile(decoder.LlamaForCausalLM)).with_name(f"{module}.py")
+    outer = next(
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == f"{family}ForConditionalGeneration"
+    )
+    methods = {node.name: ast.unparse(node) for node in outer.body if isinstance(node, ast.FunctionDef)}
+    forward = methods["forward"]
+    assert "input_ids: torch.Tensor | None, positions: torch.Tensor" in forward
+    assert forward.count("self.language_model.model(") == 1 and "return hidden_states" in forward
+    # What else it does around that.
+    assert set(re.findall(r"self\.(\w+)", forward)) - {"language_model"} == (
+        {"_get_deepstack_input_embeds", "_clear_deepstack_input_embeds"} if family == "Qwen3VL" else set()
+    )
+    if family == "Qwen3VL":
+        counter = "self.deepstack_input_embeds_num_tokens"
+        assert f"{counter} = num_tokens" in methods["_set_deepstack_input_embeds"]
+        assert f"{counter} = 0" in methods["_clear_deepstack_input_embeds"]
+
+
 def test_linear_modules_call_what_rose_puts_in_the_place_of_their_method() -> None:
     for name in ("process_weights_after_loading", "apply"):
         assert_accepts(getattr(RoseLinearMethod, name), getattr(UnquantizedLinearMethod, name), name)

@@ -11,20 +11,31 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from vllm.config import CompilationMode, CUDAGraphMode
+from transformers.utils import is_torchvision_available
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config import vllm as vllm_config
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
+from rose_backend.kernels import HeadRotation, rotate_query_key
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models import gpt2
-from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
+from rose_backend.vllm_plugin.models.decoder import RoseConstants
+from rose_backend.vllm_plugin.models.model_choice import (
+    DECODERS,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    ModelChoice,
+    choose_model_class,
+)
 from rose_backend.vllm_plugin.options import rose_options
 from tests.support.float8_checkpoints import FORMATS, write_pair
 from tests.support.llama_checkpoints import change_json, write_checkpoint
+from tests.support.random_vision_checkpoints import qwen2_5_vl_config, qwen3_vl_config
 from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
@@ -105,6 +116,109 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
     assert layers_of(config) in DECODERS.values()
     part = {"fused_mlp": "fused MLP", "fused_add_layernorm": "fused add + RMSNorm"}[on]
     assert f"model RoseLlamaForCausalLM ({part});" in rose_log[0]
+
+
+@pytest.fixture
+def takes_images(make_config: MakeConfig, tiny_model_path: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes the configuration of a model that takes images."""
+    if not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+
+    def make(name: str, **options: Any) -> Any:
+        config = {QWEN2_5_VL: qwen2_5_vl_config, QWEN3_VL: qwen3_vl_config}[name]()
+        config.architectures = [name]
+        config.save_pretrained(tmp_path)
+        return make_config(model=str(tmp_path), tokenizer=str(tiny_model_path), **options)
+
+    return make
+
+
+@pytest.mark.parametrize("name", [QWEN2_5_VL, QWEN3_VL])
+def test_language_models_beside_images_have_roses_layers(
+    takes_images: Callable[..., Any], rose_log: list[str], name: str
+) -> None:
+    config = takes_images(name)
+    assert layers_of(config) == f"Rose{name}" and f"model Rose{name} (fused MLP" in rose_log[0]
+    # What the language model inside is built from, which is no engine's configuration.
+    inner = config.with_hf_config(config.model_config.hf_text_config, architectures=["Qwen3ForCausalLM"])
+    assert layers_of(inner) == "Qwen3ForCausalLM" and layers_of(config) == f"Rose{name}"
+    assert inner.compilation_config.mode == CompilationMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"mm_encoder_only": True}, "--mm-encoder-only"),
+        ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
+        ({"quantization": "fp8_per_block"}, "quantized weights beside an encoder of images"),
+        ({"hf_overrides": {"text_config": {"rope_parameters": None}}}, "rotary positions of another kind"),
+        ({"speculative_config": n_grams()}, "drafts"),
+    ],
+    ids=str,
+)
+def test_vllms_layers_stay_beside_images(
+    takes_images: Callable[..., Any],
+    rose_log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    reason: str,
+) -> None:
+    Float8OnCpu(monkeypatch)
+    config = takes_images(QWEN3_VL, **arguments)
+    assert layers_of(config) == QWEN3_VL and idle_parts(rose_log[-1])["fused_mlp"] == reason
+
+
+@pytest.mark.parametrize("user_chose", [False, True])
+@pytest.mark.parametrize("name", [QWEN2_5_VL, QWEN3_VL])
+def test_graphs_beside_images(
+    takes_images: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, user_chose: bool
+) -> None:
+    config = takes_images(name, enforce_eager=False)
+    compilation = config.compilation_config
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    for is_v2 in (False, True):
+        monkeypatch.setattr(type(config), "use_v2_model_runner", is_v2)
+        compilation.mode, compilation.cudagraph_mode = (
+            CompilationMode.VLLM_COMPILE,
+            CUDAGraphMode.FULL_AND_PIECEWISE,
+        )
+        config.model_config.hf_config.architectures = [name]
+        choice = choose_model_class(config, rose_options(config), leaves_graphs=not user_chose)
+        # Qwen2.5-VL's steps with prompts are captured: choose_mixed_graphs has replaced the pieces.
+        if is_v2 and not user_chose and name == QWEN3_VL:
+            assert choice == (f"Rose{name}", None)
+            assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+        else:
+            assert choice == (None, "piecewise CUDA graphs")
+            assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("section", [(16, 24, 24), (24, 20, 20), (3, 5, 5), (1, 1, 0)], ids=str)
+def test_mrope_angles(section: tuple[int, int, int], is_interleaved: bool) -> None:
+    """Against float64, where slices of time's angles are replaced, and vLLM's own module."""
+    half, num_tokens = sum(section), 7
+    with set_current_vllm_config(VllmConfig()):
+        rotary = MRotaryEmbedding(
+            2 * half, 2 * half, 50, 1e4, True, torch.float32, list(section), is_interleaved
+        )
+    positions = torch.randint(0, 200, (3, num_tokens), generator=torch.Generator().manual_seed(half))
+    angles = RoseConstants(rotary, torch.device("cpu")).angles_of(positions)
+    of_axis = positions.double()[:, :, None] * 1e4 ** -(torch.arange(half, dtype=torch.float64) / half)
+    exact = of_axis[0].clone()
+    for axis in (1, 2):
+        if is_interleaved:
+            chosen = slice(axis, 3 * section[axis], 3)
+        else:
+            chosen = slice(sum(section[:axis]), sum(section[: axis + 1]))
+        exact[:, chosen] = of_axis[axis][:, chosen]
+    torch.testing.assert_close(angles.double(), torch.cat((exact.cos(), exact.sin()), 1), atol=1e-4, rtol=0)
+    query, key = torch.randn(2, num_tokens, 3 * 2 * half)
+    expected = rotary.forward_native(positions, query.clone(), key.clone())
+    turned = [each.clone().view(num_tokens, 3, -1) for each in (query, key)]
+    rotate_query_key(*turned, torch.arange(num_tokens), HeadRotation(angles, by_token=True))
+    for ours, theirs in zip(turned, expected, strict=True):
+        torch.testing.assert_close(ours.flatten(1), theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +479,9 @@ def test_graphs_are_settled_before_layers_are_chosen_by_them(
 ) -> None:
     order: list[str] = []
 
-    def choose(config: Any, options: Any) -> ModelChoice:
+    def choose(config: Any, options: Any, **graphs: Any) -> ModelChoice:
         order.append("layers")
-        return choose_model_class(config, options)
+        return choose_model_class(config, options, **graphs)
 
     monkeypatch.setattr(config_hook, "choose_mixed_graphs", lambda config: order.append("graphs"))
     monkeypatch.setattr(config_hook, "choose_model_class", choose)

@@ -193,6 +193,26 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     )
 
 
+@pytest.mark.parametrize("has_mrope", [False, True])
+def test_rotations_by_token_are_recorded_with_mrope(
+    decoder_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, has_mrope: bool
+) -> None:
+    """And embeddings copied as if by ids, which are the tokens' own rows."""
+    config = decoder_config("qwen3")
+    monkeypatch.setattr(type(config.model_config), "uses_mrope", has_mrope)
+    sources = sources_of(config, make_layer(config))
+    rotations = {
+        each
+        for source in sources
+        if source.name == "_paged_decode_kernel"
+        for each in source.constexprs.values()
+        if isinstance(each, RotationSizes)
+    }
+    assert {rotation.BY_TOKEN for rotation in rotations} == {has_mrope}
+    ids = {s.signature["input_ids_ptr"] for s in sources if s.name == "_embed_tokens_kernel"}
+    assert ids == {"*i64" if has_mrope else "*i32"}
+
+
 @pytest.mark.parametrize(
     ("form", "block"), [("fp8 blocks", 128), ("fp8", 1), ("compressed-tensors channel", 1)]
 )

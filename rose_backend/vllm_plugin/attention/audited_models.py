@@ -72,7 +72,7 @@ AUDITED_CLASSES: dict[str, str] = {
 
 _FEATURES = (
     "A step with images writes their features before forward and clears them afterwards. In a step without images "
-    "forward adds zeros, and embed_input_ids only reads the table."
+    "forward adds zeros, or with Rose's layers nothing, and embed_input_ids only reads the table."
 )
 _STATES = (
     "Layers with a state find and leave it where metadata says. Without images, embed_input_ids only reads the "

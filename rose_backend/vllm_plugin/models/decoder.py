@@ -265,6 +265,8 @@ class RoseConstants(torch.nn.Module):
 
     rotary_table: torch.Tensor
     """[P, D] float32, of vLLM's module, whose own is in the model's dtype."""
+    mrope_axes: torch.Tensor
+    """[D] int64, with M-RoPE: which of a token's three positions each number of a row of the table is of."""
 
     def __init__(self, rotary: torch.nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -272,10 +274,31 @@ class RoseConstants(torch.nn.Module):
         with torch.device("cpu"):
             table = rotary._compute_cos_sin_cache().to(device)  # type: ignore[operator]
         self.register_buffer("rotary_table", table, persistent=False)
+        if (section := getattr(rotary, "mrope_section", None)) is not None:
+            axes = mrope_axes(section, is_interleaved=bool(rotary.mrope_interleaved))
+            # Cosines, then sines.
+            self.register_buffer("mrope_axes", torch.tensor(2 * axes, device=device), persistent=False)
+
+    def angles_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return cosines and sines of tokens with M-RoPE positions [3, T] int64, [T, D] as rows of the table."""
+        return self.rotary_table.gather(0, positions.index_select(0, self.mrope_axes).t())
 
     def keep(self, layer: int, name: str, tensor: torch.Tensor) -> None:
         """Register what is made of a layer's weights, under a name that each layer has once."""
         self.register_buffer(f"{name}_{layer}", tensor, persistent=False)
+
+
+def mrope_axes(section: Sequence[int], *, is_interleaved: bool) -> list[int]:
+    """Return which of three positions (time, height, width) each pair of a head's numbers turns by.
+
+    Args:
+        section: how many pairs turn by each; in vLLM ``mrope_section``.
+        is_interleaved: they take turns, and what is left of time comes last.
+    """
+    if not is_interleaved:
+        return [axis for axis, size in enumerate(section) for _ in range(size)]
+    pairs = range(sum(section))
+    return [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in pairs]
 
 
 class ModuleAttention:
@@ -337,6 +360,7 @@ class RoseDecoder:
     """Mixed into vLLM's class of a model, as its first base."""
 
     model: Any
+    """vLLM's module with the decoder layers, such as ``LlamaModel``."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -430,20 +454,30 @@ class RoseDecoder:
     def forward(
         self,
         input_ids: torch.Tensor | None,  # [T] int32 or int64
-        positions: torch.Tensor,  # [T] int64
+        positions: torch.Tensor,  # [T] int64, or [3, T] with M-RoPE
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,  # [T, E]
+        deepstack: Sequence[torch.Tensor] = (),  # [T, E] each
     ) -> torch.Tensor:
-        """Return the hidden states after the final norm, [T, E]."""
-        model, norm_input = self.model, None
+        """Return the hidden states after the final norm, [T, E]. ``deepstack`` is as a ``Decoder``'s."""
+        model, norm_input, num_tokens = self.model, None, positions.shape[-1]
         wait_for_kernels(*_PROFILED_KERNELS)
-        rows = self._adapter_rows(len(positions))
+        rows = self._adapter_rows(num_tokens)
         impl = self._attention[0].impl
         num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
         # Before the embedding, which overlaps nothing.
         attention = ModuleAttention(
-            self._attention, empty_rows(model.norm.weight.data, len(positions), num_heads, head_size)
+            self._attention, empty_rows(model.norm.weight.data, num_tokens, num_heads, head_size)
         )
+        rotations, tokens = self._rotations, positions
+        if positions.ndim == 2 or inputs_embeds is not None:
+            tokens = torch.arange(num_tokens, device=positions.device)
+        if positions.ndim == 2:
+            # Of all layers at once. A decode's positions differ from the number of tokens in front of it, too.
+            angles, positions = self.rose_constants.angles_of(positions), tokens
+            rotations = [
+                replace(each, cos_sin=angles, by_token=True) for each in rotations if each is not None
+            ]
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
         decoder = Decoder(
@@ -454,18 +488,20 @@ class RoseDecoder:
             head_size=head_size,
             switches=self.rose_switches,
             mlp=ResidualStream.silu_mlp,
-            rotations=self._rotations,
+            rotations=rotations,
             all_reduce=self._all_reduce,
             adapter_rows=rows,
             max_packed_rows=self._max_packed_rows,
+            deepstack=deepstack,
         )
+        first_norm = decoder.first_norm(num_tokens, attention)
         if inputs_embeds is not None:
-            hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
+            # Copied, as they are the runner's own and small batches write theirs.
+            hidden, norm_input = embed_tokens(tokens, tokens, inputs_embeds, next_norm=first_norm)
         elif self._all_reduce is not None or rows is not None:
             hidden = model.embed_input_ids(input_ids)
         else:
             assert input_ids is not None, "the first stage has token ids or embeddings"
-            first_norm = decoder.first_norm(len(positions), attention)
             hidden, norm_input = embed_tokens(
                 input_ids, positions, model.embed_tokens.weight.data, next_norm=first_norm
             )

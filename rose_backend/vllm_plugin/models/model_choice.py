@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm import envs
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
@@ -20,19 +20,29 @@ from rose_backend.vllm_plugin.options import first_reason
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
+QWEN2_5_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+_TAKE_IMAGES = (QWEN2_5_VL, QWEN3_VL)
 DECODERS = {
-    f"{family}ForCausalLM": f"Rose{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    **{
+        f"{family}ForCausalLM": f"Rose{family}ForCausalLM"
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    },
+    **{name: f"Rose{name}" for name in _TAKE_IMAGES},
 }
 """vLLM's names, and Rose's for the same models with the standalone engine's layers."""
 MODEL_CLASSES = {
     GPT2: f"{_ROOM}.gpt2:{GPT2}",
-    **{name: f"{_ROOM}.decoder:{name}" for name in DECODERS.values()},
+    **{
+        name: f"{_ROOM}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
+        for vllms, name in DECODERS.items()
+    },
 }
 _ROSE_ARCHITECTURES = {"GPT2LMHeadModel": GPT2, **DECODERS}
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_ROPE_FIELDS = ("mrope_section", "use_fope", "rope_dim")
-"""Make a rotation another one than ``rope_type`` says."""
+_MROPE_TYPES = ("default", "yarn")
+_ROPE_FIELDS = ("use_fope", "rope_dim")
+"""Make a rotation another one than ``rope_type`` says, as ``mrope_section`` does, which models with images have."""
 _LOAD_FORMATS = (
     *("auto", "hf", "safetensors", "pt", "npcache", "dummy", "mistral"),
     *("fastsafetensors", "instanttensor", "runai_streamer"),
@@ -54,10 +64,15 @@ class ModelChoice(NamedTuple):
     """Why vLLM's own stays although Rose's parts of layers are switched on."""
 
 
-def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> ModelChoice:
+def choose_model_class(
+    vllm_config: VllmConfig, options: PluginConfig, *, leaves_graphs: bool = False
+) -> ModelChoice:
     """Point the configuration at Rose's class for its model, if there is one and it is switched on.
 
     Call it when all else of the configuration is settled, CUDA graphs too.
+
+    Args:
+        leaves_graphs: the user has set no CUDA graph option, so that Rose's class decides which steps are captured.
 
     Raises:
         ConfigError: weights are offloaded in a way that Rose's GPT-2 cannot wait for.
@@ -70,9 +85,16 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> ModelC
     if chosen not in MODEL_CLASSES:
         # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
         chosen = _ROSE_ARCHITECTURES.get(model_config.architecture, "")
-        reason = _why_class_stays(vllm_config, chosen, options)
+        # Its Python clears image features behind a step with prompts: Rose's class has such steps launched.
+        leaves_pieces = (
+            leaves_graphs and model_config.architecture == QWEN3_VL and vllm_config.use_v2_model_runner
+        )
+        reason = _why_class_stays(vllm_config, chosen, options, leaves_pieces=leaves_pieces)
         if reason is not None:
             return ModelChoice(None, reason)
+        compilation = vllm_config.compilation_config
+        if leaves_pieces and compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     model_config.hf_config.architectures = [chosen]
     if chosen == GPT2:
         return ModelChoice(chosen)
@@ -92,8 +114,14 @@ def forget_compilation_mode(vllm_config: VllmConfig) -> None:
         vllm_config.compilation_config.mode = None
 
 
-def _why_class_stays(vllm_config: VllmConfig, chosen: str, options: PluginConfig) -> str | None:
-    """Return why vLLM's own class runs the model and not ``chosen``; None if nothing speaks against it."""
+def _why_class_stays(
+    vllm_config: VllmConfig, chosen: str, options: PluginConfig, *, leaves_pieces: bool
+) -> str | None:
+    """Return why vLLM's own class runs the model and not ``chosen``; None if nothing speaks against it.
+
+    Args:
+        leaves_pieces: whether the model need not have vLLM's piecewise CUDA graphs.
+    """
     from vllm.model_executor.models.registry import ModelRegistry
 
     model_config = vllm_config.model_config
@@ -106,7 +134,11 @@ def _why_class_stays(vllm_config: VllmConfig, chosen: str, options: PluginConfig
     ):
         return NO_LAYERS
     if chosen != GPT2:
-        return _why_decoder_stays(vllm_config) or why_weights_differ(vllm_config, options)
+        return (
+            _why_decoder_stays(vllm_config)
+            or (None if leaves_pieces else _why_steps_are_compiled(vllm_config))
+            or why_weights_differ(vllm_config, options)
+        )
     if vllm_config.quant_config is not None:
         # Rose adds biases itself, which a method may have rearranged for its kernel, as Marlin's.
         return "quantized weights"
@@ -140,9 +172,23 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     return (
         first_reason(reasons)
         or _why_adapters_differ(vllm_config)
-        or _why_config_differs(model_config.hf_text_config)
-        or _why_steps_are_compiled(vllm_config)
+        or _why_images_differ(vllm_config)
+        or _why_config_differs(model_config.hf_text_config, model_config.architecture in _TAKE_IMAGES)
     )
+
+
+def _why_images_differ(vllm_config: VllmConfig) -> str | None:
+    """Return what a model that takes images has that Rose's layers do not; None if nothing, or without images."""
+    if vllm_config.model_config.architecture not in _TAKE_IMAGES:
+        return None
+    reasons = {
+        # Not tried.
+        "quantized weights beside an encoder of images": vllm_config.model_config.quantization is not None,
+        "--mm-encoder-only": vllm_config.is_mm_encoder_only,
+        # Nothing of the model is compiled with Rose's class.
+        "compile_mm_encoder": vllm_config.compilation_config.compile_mm_encoder,
+    }
+    return first_reason(reasons)
 
 
 def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
@@ -161,12 +207,13 @@ def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
     return first_reason(reasons)
 
 
-def _why_config_differs(fields: Any) -> str | None:
+def _why_config_differs(fields: Any, takes_images: bool) -> str | None:
     """Return what of a config.json Rose's layers do not have; None if they have all."""
     rope: Mapping[str, Any] = getattr(fields, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if (
-        rope_type not in _ROPE_TYPES
+        rope_type not in (_MROPE_TYPES if takes_images else _ROPE_TYPES)
+        or bool(rope.get("mrope_section")) != takes_images
         or any(isinstance(value, Mapping) for value in rope.values())
         or rope.get("partial_rotary_factor") not in (None, 1.0)
         or any(rope.get(field) for field in _ROPE_FIELDS)

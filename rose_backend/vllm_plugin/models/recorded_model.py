@@ -41,7 +41,7 @@ from rose_backend.layers.linear import (
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.models.float8_weights import BLOCKS, MATRICES, float8_scales, max_packed_rows
-from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2
+from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
 
 _NUM_BLOCKS = 1024
@@ -218,7 +218,11 @@ class RecordedDecoder:
         self._decoder, self._layer = decoder, layer
         scales = float8_scales(vllm_config.quant_config)
         self._max_packed_rows = None if scales is None else max_packed_rows(self._switches, scales)
-        self._rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
+        # With M-RoPE angles are a step's, and all models that have it take embeddings.
+        self._has_mrope = model.uses_mrope
+        self._rotation = HeadRotation(
+            table, decoder.query_norm, decoder.key_norm, 1e-6, by_token=self._has_mrope
+        )
         self._embedding = torch.empty(
             (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device=_META
         )
@@ -233,8 +237,8 @@ class RecordedDecoder:
     def _run(self, metadata: RoseAttentionMetadata, rows: AdapterRows | None) -> None:
         num_tokens, layer = metadata.num_actual_tokens, self._layer
         layers = [self._decoder] * (2 if metadata.decodes_only else 1)
-        input_ids = torch.empty(num_tokens, dtype=torch.int32, device=_META)
         positions = torch.empty(num_tokens, dtype=torch.int64, device=_META)
+        input_ids = positions if self._has_mrope else positions.int()
         decoder = Decoder(
             layers=layers,
             final_norm=self._final_norm,
@@ -263,7 +267,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     is_llama = model.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
     has_bias = bool(getattr(fields, "attention_bias", False) or (is_llama and getattr(fields, "bias", False)))
     has_qkv_bias = bool(getattr(fields, "qkv_bias", has_bias)) if is_llama else has_bias
-    has_qkv_bias = has_qkv_bias or model.architecture == "Qwen2ForCausalLM"
+    has_qkv_bias = has_qkv_bias or model.architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
     has_mlp_bias = is_llama and bool(getattr(fields, "mlp_bias", False))
 
     def empty(*shape: int) -> torch.Tensor:
@@ -291,7 +295,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
-    head_norm = empty(size) if model.architecture == "Qwen3ForCausalLM" else None
+    head_norm = empty(size) if model.architecture in ("Qwen3ForCausalLM", QWEN3_VL) else None
     return DecoderLayer(
         norm,
         linear(width, has_qkv_bias, heads * size, kv_heads * size, kv_heads * size),
