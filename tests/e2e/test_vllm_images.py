@@ -62,6 +62,11 @@ def prompt_of(*parts: Part) -> dict[str, Any]:
     return {"prompt_token_ids": tokens} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
 
 
+def left_open(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt without the token that ends its picture: the last token is one of the picture's."""
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-1]}
+
+
 rng = random.Random(4)
 HEAD, QUESTION, OTHER = ([rng.randrange(260, 4000) for _ in range(length)] for length in (21, 13, 30))
 A, B, WIDE, HIGH = picture(1), picture(2), picture(3, (84, 140)), picture(3, (140, 84))
@@ -73,6 +78,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "first": prompt_of(A, QUESTION),
     "another one first": prompt_of(B, QUESTION),
     "last": prompt_of(HEAD, A),
+    # From the cache a step has one token, which is the picture's.
+    "left open": left_open(prompt_of(HEAD, B)),
     "two": prompt_of(HEAD, A, QUESTION, B, OTHER),
     "two, another second": prompt_of(HEAD, A, QUESTION, WIDE, OTHER),
     "two, the other way round": prompt_of(HEAD, B, QUESTION, A, OTHER),
@@ -265,11 +272,9 @@ TEXTS = {
     f"text of {length} tokens": prompt_of([draw.randrange(260, 4000) for _ in range(length)])
     for length in (1, 2, 7, 16, 33, 70, 126, 200)
 }
-_open = prompt_of(HEAD, A)
 OPEN_PICTURES = {
-    # Without the token that ends a picture: the last token is one of the picture's.
-    f"{name}, left open": {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-1]}
-    for name, prompt in (("a picture", _open), ("two", prompt_of(OTHER, B, QUESTION, A)))
+    "a picture, left open": left_open(prompt_of(HEAD, A)),
+    "two, left open": left_open(prompt_of(OTHER, B, QUESTION, A)),
 }
 ALL = {**TEXTS, **PROMPTS, **OPEN_PICTURES}
 ENGINE: dict[str, Any] = {
