@@ -440,6 +440,8 @@ def test_prompts_are_replayed_where_no_python_is_needed(
     own = dict(STEPS.vllm)
     gpu_engine.generate([prompt_of(HEAD, picture(77), QUESTION), TEXTS["text of 33 tokens"]], GPU_GREEDY)
     assert config.use_v2_model_runner == (case[1] == "V2")
+    has_roses_layers = isinstance(runner_of(gpu_engine.llm).model, decoder.RoseDecoder)
+    assert has_roses_layers is (case[0].startswith("Qwen") and case[1] == "V2")
     is_replayed = case[0] != "Qwen3-VL"
     has_pieces, mode = case == ("Qwen3-VL", "V1"), CUDAGraphMode.FULL
     if not is_replayed:
