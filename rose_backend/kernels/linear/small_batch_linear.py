@@ -423,16 +423,17 @@ def _multiply_split(
     row_tile, num_rows = x_rows
     columns, in_columns, tile, num_columns = weight_rows
     parts = row_tile * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
-    # Copies of float8 tiles have no masks: what is beyond the last row is another row, and not stored.
-    x_offsets = tl.minimum(parts, 2 * num_rows - 1).to(tl.int64)[:, None] * K
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    # What is not there is not loaded, whatever comes instead: a row of the result has only its own numbers.
+    in_parts, in_rows = (parts < 2 * num_rows)[:, None], rows < num_rows
+    x_offsets = parts.to(tl.int64)[:, None] * K
     weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * K
     ks = tl.arange(0, BLOCK_K)[None, :]
-    rows = tl.minimum(row_tile * BLOCK_M + tl.arange(0, BLOCK_M), num_rows - 1)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, tl.minimum(begin + DEPTH, K), BLOCK_K):
-        x_part = tl.load(x[0] + x_offsets + (start + ks))
+        x_part = tl.load(x[0] + x_offsets + (start + ks), mask=in_parts)
         weight_part = tl.load(weight_ptr + weight_offsets + (start + ks))
-        scale = tl.load(x[1] + start // _SCALED_BLOCK * num_rows + rows)[None, :]
+        scale = tl.load(x[1] + start // _SCALED_BLOCK * num_rows + rows, mask=in_rows, other=0.0)[None, :]
         if FORMAT.SCALE_ROWS > 1:
             first, second = _tile_scales(scales, tile, num_columns, start, FORMAT, K, BLOCK_N)
             if FORMAT.HALVES:
