@@ -126,6 +126,19 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--engine-options 'vllm={\"kv_cache_memory_bytes\":4000000000}'",
         _INSIDE_VLLM,
     ),
+    "vllm_qwen3_vl": (
+        "benchmarks.vllm_request_kinds --shape qwen3-vl-4b --dtype bfloat16 --starts 2 --steps 48 --kinds plain "
+        "--start-at-once --engine-options 'rose-in-vllm={\"kv_cache_memory_bytes\":6000000000}' "
+        "--engine-options 'vllm={\"kv_cache_memory_bytes\":6000000000}'",
+        _INSIDE_VLLM,
+    ),
+    "vllm_qwen3_5": (
+        "benchmarks.vllm_request_kinds --shape qwen3.5-4b --dtype bfloat16 --starts 2 --steps 48 --kinds plain "
+        "--start-at-once --engine-options "
+        "'rose-in-vllm={\"kv_cache_memory_bytes\":18000000000,\"gdn_prefill_backend\":\"triton\"}' "
+        "--engine-options 'vllm={\"kv_cache_memory_bytes\":18000000000,\"gdn_prefill_backend\":\"triton\"}'",
+        _INSIDE_VLLM,
+    ),
     # Not published from an H200 yet.
     "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "sglang_gpt2": (

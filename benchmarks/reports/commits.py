@@ -32,7 +32,7 @@ COMMITS = {
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
     "ec37daddaca92b8c": "35e2dde",
-    "0f2b0a07e539280f": "0faa16a",
+    "5f1d599ba99f66f6": "2043d2d",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",
