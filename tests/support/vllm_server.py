@@ -69,7 +69,7 @@ class VllmServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerStartError(f"ended with {self.process.returncode}\n{self.log[-4000:]}")
+                raise ServerStartError(f"ended with {self.process.returncode}\n{self.log[-12000:]}")
             with contextlib.suppress(httpx.TransportError):
                 if self.client.get("/health").status_code == 200:
                     return
