@@ -135,8 +135,8 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_qwen3_5": (
         "benchmarks.vllm_request_kinds --shape qwen3.5-4b --dtype bfloat16 --starts 2 --steps 48 --kinds plain "
         "--start-at-once --engine-options "
-        "'rose-in-vllm={\"kv_cache_memory_bytes\":18000000000,\"gdn_prefill_backend\":\"triton\"}' "
-        "--engine-options 'vllm={\"kv_cache_memory_bytes\":18000000000,\"gdn_prefill_backend\":\"triton\"}'",
+        '\'rose-in-vllm={"kv_cache_memory_bytes":18000000000,"gdn_prefill_backend":"triton"}\' '
+        '--engine-options \'vllm={"kv_cache_memory_bytes":18000000000,"gdn_prefill_backend":"triton"}\'',
         _INSIDE_VLLM,
     ),
     # Not published from an H200 yet.

@@ -213,6 +213,21 @@ def test_rotations_by_token_are_recorded_with_mrope(
     assert ids == {"*i64" if has_mrope else "*i32"}
 
 
+@pytest.mark.parametrize(("dtype", "splits"), [("bfloat16", True), ("float16", False)])
+def test_split_activations_are_recorded_where_they_have_all_bits(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, splits: bool
+) -> None:
+    Float8OnCpu(monkeypatch)
+    path, _ = write_pair(tmp_path, "qwen3", "fp8 blocks")
+    config = make_gpu_config(make_config, SIZES, model=str(path), dtype=dtype)
+    sources = sources_of(config, make_layer(config))
+    assert ("_split_kernel" in {each.name for each in sources}) == splits
+    formats = {
+        value for each in sources for value in each.constexprs.values() if isinstance(value, WeightFormat)
+    }
+    assert any(each.SPLIT for each in formats) == splits
+
+
 @pytest.mark.parametrize(
     ("form", "block"), [("fp8 blocks", 128), ("fp8", 1), ("compressed-tensors channel", 1)]
 )
