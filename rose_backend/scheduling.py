@@ -222,8 +222,8 @@ own time and this many decode steps. Simulated with the times of steps on an H10
 beside 32 decodes: Llama 8B's first tokens come after 159 ms with gaps of 20 ms, without a budget after 114 ms with one
 gap of 110 ms; Qwen3 0.6B's after 26 ms with gaps of 8.8 ms, without after 16 ms with one of 15 ms."""
 _SHARE_FOR_LESS = 1 / 4
-"""Of that delay, for a smaller factor than that of the step before: what is left of a prompt would be granted the whole
-delay anew, step by step."""
+"""Of that delay, for a smaller factor than that of the step before: otherwise each step would grant what is left of a
+prompt the whole delay again."""
 _RARE_PROMPTS, _RARE_STEPS = 10, 2000
 """Fewer than 10 prompts in 2,000 steps are at most 0.5 % of the gaps: the 99th percentile does not see them."""
 _MIN_PROMPT_TOKENS = 32
@@ -234,7 +234,7 @@ than a decode step, so a unit of 32 would hold them there for ever."""
 _FIRST_PROMPT_TOKENS = 512
 """Of the first steps under a fixed number of milliseconds, before anything is known."""
 _NUM_GAPS, _GAPS_PER_MEDIAN = 64, 16
-"""Plain decode steps that the median is of, and after how many it is computed anew."""
+"""Plain decode steps in the median, and after how many more it is computed again."""
 _NEW_SHARE, _NEW_SHARE_OF_CACHED = 1 / 4, 1 / 8
 """Weight of a new rate, and of what a new prompt had left to compute, in the average of all before it."""
 _MIN_SECONDS = 1e-6
@@ -242,7 +242,7 @@ _NUM_OVERHEADS = 5
 """Small steps that the median of the overhead is of."""
 _KEPT_OVERHEAD = 1 - 1 / 128
 """After a step long enough to tell the rate, until the next small one: where small steps cost too much, none is
-tried for a while."""
+tried until then."""
 
 
 class StepBudget:

@@ -328,7 +328,7 @@ class Connection(HttpToolsProtocol):
             self._progress_timer = None
 
     def _num_unread_bytes(self) -> int:
-        """Return the bytes buffered here and in the kernel, which takes more once a third of its own are read."""
+        """Return the bytes buffered here and in the kernel, which takes more once a third of its bytes are read."""
         num_bytes = self.transport.get_write_buffer_size()
         sock = self.transport.get_extra_info("socket")
         if sock is not None and sock.fileno() >= 0:

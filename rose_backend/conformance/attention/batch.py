@@ -24,7 +24,7 @@ class Row:
 
 
 def parse_batch(text: str) -> tuple[Row, ...]:
-    """Return the rows that ``text`` stands for, in its order.
+    """Parse the rows of a batch, in order.
 
     Raises:
         ValueError: names the group that does not follow the grammar, or whose lengths cannot be.

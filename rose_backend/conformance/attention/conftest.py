@@ -11,7 +11,7 @@ import pytest
 
 MakeHost = Callable[..., Any]
 
-# What else of a backend is worth a run of its own: ROSE can leave the K/V write to a separate launch.
+# Variants of a backend that are run separately: ROSE can leave the K/V write to a separate launch.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "ROSE": {
         "stores K/V itself": {"rose": {}},

@@ -146,7 +146,7 @@ def test_longer_tensors_of_piecewise_graphs(make_host: MakeHost, batch: str) -> 
 
 
 def test_tokens_without_a_slot_are_not_stored(make_host: MakeHost, request: pytest.FixtureRequest) -> None:
-    # A drafter with a cache of its own passes such tokens. Their output is never used.
+    # A drafter with a separate cache passes such tokens. Their output is never used.
     if "stores K/V itself" in request.node.name:
         pytest.skip(
             "attention stores at a request's next position; vLLM passes such tokens to a separate write only"

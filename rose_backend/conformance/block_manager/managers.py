@@ -51,7 +51,7 @@ def find_manager(name: str) -> MakeManager:
 
 
 def check_books(manager: Any) -> None:
-    """Raise if a manager's own state contradicts itself, as far as it is one whose state is known."""
+    """Raise if the state of a manager is inconsistent; only the state of Rose's and vLLM's managers is known."""
     if isinstance(manager, RoseKVCacheManager):
         manager.manager.check_integrity()
     elif isinstance(manager, KVCacheManager):
@@ -69,7 +69,7 @@ _FULL = FullAttentionSpec(**_SHAPE)
 
 def _maker(factory: Callable[..., Any], full: FullAttentionSpec = _FULL) -> MakeManager:
     def make(num_blocks: int, *, windows: Sequence[int] = (), max_num_seqs: int, **options: Any) -> Any:
-        # vLLM's manager has no limit of its own on requests.
+        # vLLM's manager does not limit the number of requests.
         if "max_num_seqs" in signature(factory).parameters:
             options["max_num_seqs"] = max_num_seqs
         try:

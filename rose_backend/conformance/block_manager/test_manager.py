@@ -214,7 +214,7 @@ def test_rejected_drafts_are_rolled_back(host: Any, num_right: int) -> None:
         assert host.append(request, drafts=drafts, num_lookahead_tokens=4) is not None
         host.finish_step()
         assert request.num_tokens == before + num_right + 1
-        # A table has room for what may be written next: a token and its drafts, and the drafts behind them.
+        # A table has room for what may be written next: a token, its drafts, and the drafts after those.
         num_blocks = len(host.block_ids(request))
         assert (
             -(-request.num_tokens // BLOCK_SIZE) <= num_blocks <= -(-(request.num_tokens + 8) // BLOCK_SIZE)

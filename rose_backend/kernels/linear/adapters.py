@@ -24,9 +24,9 @@ _BLOCK_K_EXACT = 32
 
 @triton.jit
 def _wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for all before this one. Programs without rows of adapters do so, too.
+    """Let the next kernel start, and wait for all earlier ones. Programs without rows of adapters do so, too.
 
-    Else the next kernel, which waits for this one alone, could read what the kernel in front of it has not written yet.
+    The next kernel waits for this one alone. Without this wait it could read what an earlier one has not written yet.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

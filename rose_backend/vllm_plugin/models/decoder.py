@@ -473,7 +473,7 @@ class RoseDecoder:
         if positions.ndim == 2 or inputs_embeds is not None:
             tokens = torch.arange(num_tokens, device=positions.device)
         if positions.ndim == 2:
-            # Of all layers at once. A decode's positions differ from the number of tokens in front of it, too.
+            # For all layers at once. Even a decode's positions are not the number of tokens before it.
             angles, positions = self.rose_constants.angles_of(positions), tokens
             rotations = [
                 replace(each, cos_sin=angles, by_token=True) for each in rotations if each is not None

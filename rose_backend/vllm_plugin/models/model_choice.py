@@ -85,7 +85,7 @@ def choose_model_class(
     if chosen not in MODEL_CLASSES:
         # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
         chosen = _ROSE_ARCHITECTURES.get(model_config.architecture, "")
-        # Its Python clears image features behind a step with prompts: Rose's class has such steps launched.
+        # vLLM's class clears image features in Python after a step with prompts, so Rose's does not replay such steps.
         leaves_pieces = (
             leaves_graphs and model_config.architecture == QWEN3_VL and vllm_config.use_v2_model_runner
         )

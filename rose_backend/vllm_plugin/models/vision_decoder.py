@@ -1,7 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL for vLLM with Rose's layers in their language model, which is a Qwen2 or a Qwen3.
 
-The encoder of images stays vLLM's, and so do the embeddings that images are merged into. A module of its own, as vLLM's
-needs torchvision.
+The encoder of images stays vLLM's, and so do the embeddings that images are merged into. This is a separate module
+because vLLM's needs torchvision.
 """
 
 from __future__ import annotations
