@@ -493,16 +493,21 @@ def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
         *((768, 4096), (3072, 4096), (768, 4097), (3072, 50_257)),
         *((4096, columns) for columns in (1025, 4097, 6144, 7168, 7681, 14_336)),
         *((14_336, 4096), (2048, 2048), (1_000_000, 8192)),
+        # Down of Qwen2.5 7B, and QKV of Llama 2 13B.
+        *((18_944, 3584), (5120, 15_360)),
     ],
 )
 def test_parts_never_outgrow_their_scratch(depth: int, columns: int) -> None:
     partial, arrivals = gpu.scratch_on(torch.device("cpu"))
-    for rows, can_use_tma in itertools.product((4, 16, 32, 64, 128, 256), (False, True)):
-        tiles = gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
-        num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
-        if tiles.split_k > 1:
-            assert num_tiles * tiles.split_k * tiles.block_m * tiles.block_n <= partial.numel()
-            assert num_tiles <= arrivals.numel()
+    for rows, flag in itertools.product((1, 4, 8, 16, 32, 64, 65, 128, 200, 256), (False, True)):
+        for tiles in (
+            gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=flag),
+            gpu.choose_float8_config(rows, columns, depth, split=flag),
+        ):
+            num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
+            if tiles.split_k > 1:
+                assert num_tiles * tiles.split_k * tiles.block_m * tiles.block_n <= partial.numel()
+                assert num_tiles <= arrivals.numel()
 
 
 def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:

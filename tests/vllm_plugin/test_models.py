@@ -23,7 +23,7 @@ from rose_backend.kernels import HeadRotation, rotate_query_key
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.config_hook import describe_parts
-from rose_backend.vllm_plugin.models import gpt2
+from rose_backend.vllm_plugin.models import gpt2, model_choice
 from rose_backend.vllm_plugin.models.decoder import RoseConstants
 from rose_backend.vllm_plugin.models.model_choice import (
     DECODERS,
@@ -522,6 +522,9 @@ def test_on_a_gpu_the_graphs_decide(
     choice = choose_again(config)
     assert choice.reason == reason
     assert (config.compilation_config.mode == CompilationMode.NONE) == (reason is None)
+    # A model that need not have pieces is compiled no other way.
+    rest = model_choice._why_steps_are_compiled(config, leaves_pieces=True)
+    assert rest == (None if reason == "piecewise CUDA graphs" else reason)
 
 
 # GPT-2's operations as torch sees them: schemas, fake implementations, and values.

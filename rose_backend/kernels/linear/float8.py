@@ -119,7 +119,7 @@ def split_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bfloat16 activations as sums of two float8 numbers each, which tensor cores multiply by float8 weights.
 
     The first number has the four leading bits, the second the other four. Numbers below 2**-13 of the largest one of
-    their 128 columns lose bits: less than 2**-20 of the largest one.
+    their 128 columns lose bits: less than 2**-20 of the largest one, or of 2**-110 if that is larger.
 
     Args:
         x: [T, E], E a multiple of 128.

@@ -18,8 +18,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 - Weights in 8 bits become the type of ``x`` in registers, which is exact. Scales of rows multiply the products; with
   scales of blocks a tile lies in one block, or, of a gated layer, in one of the gate and one of its factor, and its
   products are multiplied before they are added up. Those conversions take as long as the weights to arrive. So where
-  tensor cores multiply float8 numbers, weights stay as they are and ``x`` becomes a sum of two such numbers
-  (``split_rows``), which is exact for bfloat16: twice the products, which cost nothing at few rows, and no conversion.
+  tensor cores multiply float8 numbers, weights stay as they are and ``x`` becomes a sum of two such numbers, which have
+  all bits of bfloat16 (``split_rows``): twice the products, which cost nothing at few rows, and no conversion.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """

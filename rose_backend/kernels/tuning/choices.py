@@ -105,11 +105,15 @@ def _parts(part: int, facts: Facts, values: Mapping[str, Value]) -> int:
 
 
 def _fill(min_programs: int, least: int, facts: Facts, values: Mapping[str, Value]) -> int:
-    """Return how many programs share a tile's depth to make ``min_programs`` of them, of ``least`` each at least."""
-    sizes = (int(values["block_m"]), int(values["block_n"]), 0)  # type: ignore[arg-type]
-    tiles = LinearConfig(*sizes).num_tiles(facts["rows"], facts["columns"])
+    """Return how many programs share a tile's depth to make ``min_programs`` of them, of ``least`` each at least.
+
+    No more than scratch memory has room for.
+    """
+    block_m, block_n = int(values["block_m"]), int(values["block_n"])  # type: ignore[arg-type]
+    tiles = LinearConfig(block_m, block_n, 0).num_tiles(facts["rows"], facts["columns"])
+    most = MAX_SPLIT_FLOATS // (tiles * block_m * block_n)
     parts = 1
-    while tiles * parts < min_programs and facts["depth"] >= 2 * parts * least:
+    while tiles * parts < min_programs and facts["depth"] >= 2 * parts * least and 2 * parts <= most:
         parts *= 2
     return parts
 

@@ -136,7 +136,7 @@ def _why_class_stays(
     if chosen != GPT2:
         return (
             _why_decoder_stays(vllm_config)
-            or (None if leaves_pieces else _why_steps_are_compiled(vllm_config))
+            or _why_steps_are_compiled(vllm_config, leaves_pieces)
             or why_weights_differ(vllm_config, options)
         )
     if vllm_config.quant_config is not None:
@@ -228,15 +228,20 @@ def _why_config_differs(fields: Any, takes_images: bool) -> str | None:
     return first_reason(others)
 
 
-def _why_steps_are_compiled(vllm_config: VllmConfig) -> str | None:
-    """Return why vLLM's compiled layers are better off; None if full graphs, or none, run the steps."""
+def _why_steps_are_compiled(vllm_config: VllmConfig, leaves_pieces: bool) -> str | None:
+    """Return why vLLM's compiled layers are better off; None if full graphs, or none, run the steps.
+
+    Args:
+        leaves_pieces: whether the model need not have vLLM's piecewise CUDA graphs.
+    """
     if not current_platform.is_cuda():
         return None
     compilation = vllm_config.compilation_config
     if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
         return "this compilation mode"
     # Pieces between attention are captured from compiled code only. Rose's layers would be launched in such steps.
-    return "piecewise CUDA graphs" if compilation.cudagraph_mode.requires_piecewise_compilation() else None
+    has_pieces = not leaves_pieces and compilation.cudagraph_mode.requires_piecewise_compilation()
+    return "piecewise CUDA graphs" if has_pieces else None
 
 
 def _hooks_blocks(vllm_config: VllmConfig) -> bool:
