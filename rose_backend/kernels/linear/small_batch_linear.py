@@ -447,6 +447,45 @@ def _multiply_split(
 
 
 @triton.jit
+def _products(
+    x,
+    weight,
+    descriptors,
+    pointers,  # of what is given as x, and of weight
+    scales,
+    tile_scales,
+    x_rows,
+    weight_rows,
+    x_sizes,  # number of rows, and their stride
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARP_SPLIT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Return the products of a tile, [BLOCK_M, BLOCK_N], in the way that ``FORMAT`` asks for; see ``_multiply``."""
+    if FORMAT.SPLIT:
+        acc = _multiply_split(
+            pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin,
+            FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc = _multiply(
+            x, weight, descriptors, (pointers[0][0], pointers[1]), scales, tile_scales, x_rows, weight_rows,
+            x_sizes[1], begin, FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA,
+            EXACT,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
 def _finish(
     acc,
     moments,  # sums of x and of its squares, with NORM
@@ -592,17 +631,11 @@ def small_batch_linear_kernel(
         x = load_tile(given[0], rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if FORMAT.SPLIT:
-        acc = _multiply_split(
-            given, weight_ptr, scales, (row_tile, num_rows),
-            (weight_rows, in_columns, tile, num_columns), begin, FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    else:
-        acc = _multiply(
-            x, weight, (x_desc, weight_desc), (given[0], weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
-            (weight_rows, in_columns, tile, num_columns), x_stride, begin,
-            FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
-        )  # fmt: skip
+    acc = _products(
+        x, weight, (x_desc, weight_desc), (given, weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
+        (weight_rows, in_columns, tile, num_columns), (num_rows, x_stride), begin,
+        FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+    )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
