@@ -281,7 +281,7 @@ def float8_candidates(rows: int, columns: int, depth: int, *, split: bool) -> li
     right = functools.partial(LinearConfig, block_k=SCALED_BLOCK)
     if split:
         heights = (block_m,) if rows <= 32 else (32, 64)
-        cuts = ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 3), (128, 8, 4))
+        cuts = ((64, 4, 4), (64, 4, 5), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4))
         tiles = [
             left(height, width, num_warps=warps, num_stages=stages)
             for height, (width, warps, stages) in product(heights, cuts)

@@ -292,8 +292,12 @@ def launch_split(case: Case, tiles: dict[str, Any], next_norm: PackedNorm | None
 @pytest.mark.parametrize("parts", FLOAT8_PARTS)
 @pytest.mark.parametrize(
     ("rows", "tiles"),
-    [(1, config(8, 64, 128, weights_left=True)), (21, config(16, 64, 64, 2, weights_left=True))],
-    ids=["one tile", "several"],
+    [
+        (1, config(8, 64, 128, weights_left=True)),
+        (21, config(16, 64, 64, 2, weights_left=True)),
+        (6, config(8, 64, 128, 4, weights_left=True)),
+    ],
+    ids=["one tile", "several", "a part without columns"],
 )
 def test_activations_that_are_split(rows: int, tiles: dict[str, Any], parts: str) -> None:
     case = make_case(rows, 384, 270, parts, HALF)
