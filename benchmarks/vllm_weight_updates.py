@@ -33,7 +33,7 @@ from benchmarks.support.checkpoint import (
     model_facts,
     one_checkpoint,
 )
-from benchmarks.support.cli import at_least, new_parser, set_device_defaults
+from benchmarks.support.cli import DEFAULT, at_least, new_parser, set_device_defaults
 from benchmarks.support.comparison import add_engine_options, chosen, set_engine_defaults
 from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
@@ -45,7 +45,6 @@ Weights = list[tuple[str, Any]]
 SHAPES = (LLAMA_8B, LLAMA_1B, QWEN3_06B)
 BUCKET_BYTES = 512 << 20
 NUM_ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 32, 32
-NUM_SLEEPS = 3
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -218,10 +217,10 @@ def time_updates(engine: Engine, name: str, sets: list[Weights], num_updates: in
     }
 
 
-def time_sleeps(engine: Engine, vocab_size: int) -> Any:
+def time_sleeps(engine: Engine, num_sleeps: int, vocab_size: int) -> Any:
     """Return the row of sleep and wake-up."""
     graphs, sleeps, wakes = graphs_of(engine), [], []
-    for _ in range(NUM_SLEEPS):
+    for _ in range(num_sleeps):
         sleeps.append(timed_ms(lambda: engine.llm.sleep(level=1)))
         wakes.append(timed_ms(engine.llm.wake_up))
     return {
@@ -251,8 +250,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name in options.entrances:
             rows.append(time_updates(engine, name, sets, options.updates, facts.vocab_size))
             print(f"{options.backend}: {rows[-1]}", file=sys.stderr, flush=True)
-        if options.device == "cuda":
-            rows.append(time_sleeps(engine, facts.vocab_size))
+        if options.device == "cuda" and options.sleeps:
+            rows.append(time_sleeps(engine, options.sleeps, facts.vocab_size))
         engine.close()
     return rows
 
@@ -294,6 +293,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     number = at_least(1)
     parser.add_argument("--updates", type=number, help="by each entrance (default: 20)")
     parser.add_argument("--starts", type=number, help="of each backend (default: 3)")
+    parser.add_argument("--sleeps", type=at_least(0), default=3, help="of each start on a GPU " + DEFAULT)
     parser.add_argument("--entrances", nargs="+", choices=list(ENTRANCES), default=list(ENTRANCES))
     parser.add_argument(
         "--start-at-once",
@@ -338,7 +338,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in of_start
         ]
     settings = chosen(
-        options, "dtype", "max_num_seqs", "updates", "starts", "start_at_once", "backends", "quick"
+        *(
+            options,
+            "dtype",
+            "max_num_seqs",
+            "updates",
+            "starts",
+            "sleeps",
+            "start_at_once",
+            "backends",
+            "quick",
+        )
     )
     report = {
         "benchmark": "vllm_weight_updates",

@@ -35,9 +35,14 @@ def max_packed_rows(hidden_size: int) -> int:
     return min(constants("packed products", hidden_size=hidden_size)["max_rows"], MAX_ROWS)
 
 
-def max_packed_float8_rows(*, has_blocks: bool) -> int:
-    """Return the same of float8 weights, with scales of blocks or not, beside a host's product of 8-bit activations."""
-    return min(constants("packed float8 products", blocks=has_blocks)["max_rows"], MAX_ROWS)
+def max_packed_float8_rows(*, has_blocks: bool, splits: bool) -> int:
+    """Return the same of float8 weights, beside a host's product of activations in 8 bits.
+
+    Args:
+        has_blocks: scales are of blocks.
+        splits: activations are sums of two float8 numbers (``kernels.linear.float8``).
+    """
+    return min(constants("packed float8 products", blocks=has_blocks, split=splits)["max_rows"], MAX_ROWS)
 
 
 def rotates_inside(num_decodes: int, head_size: int) -> bool:

@@ -37,7 +37,7 @@ from tests.support.float8_checkpoints import FORMATS, write_pair
 from tests.support.llama_checkpoints import change_json, write_checkpoint
 from tests.support.random_vision_checkpoints import qwen2_5_vl_config, qwen3_vl_config
 from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
-from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
+from tests.support.vllm_plugin.float8_on_cpu import H100, Float8OnCpu
 
 
 @pytest.fixture(scope="module")
@@ -441,8 +441,14 @@ def test_vllms_layers_stay_with_other_float8_weights(
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "is_roses"),
-    [(form, rows, "block" in form or rows is not None) for form in FORMATS for rows in (None, 0, 8)],
+    ("form", "rows", "given", "is_roses"),
+    [
+        (form, rows, given, "block" in form or rows is not None or given == ("bfloat16", H100))
+        for form in FORMATS
+        for rows in (None, 0, 8)
+        for given in (("bfloat16", H100), ("float16", H100), ("bfloat16", (8, 9)))
+        if given[1] == H100 or "block" not in form
+    ],
 )
 def test_float8_layers_are_roses_where_they_were_measured_to_be_faster(
     make_config: MakeConfig,
@@ -451,13 +457,16 @@ def test_float8_layers_are_roses_where_they_were_measured_to_be_faster(
     monkeypatch: pytest.MonkeyPatch,
     form: str,
     rows: int | None,
+    given: tuple[str, tuple[int, int]],
     is_roses: bool,
 ) -> None:
-    Float8OnCpu(monkeypatch, measured=True)
+    dtype, capability = given
+    Float8OnCpu(monkeypatch, measured=True, capability=capability)
     path, _ = write_pair(tmp_path, "qwen3", form)
-    config = make_config(model=str(path), additional_config={"rose": {"max_quantized_rows": rows}})
+    options = {"rose": {"max_quantized_rows": rows}}
+    config = make_config(model=str(path), dtype=dtype, additional_config=options)
     assert (layers_of(config) in DECODERS.values()) is is_roses
-    reason = None if is_roses else "float8 weights whose scales are not of blocks"
+    reason = None if is_roses else "float8 weights that vLLM's kernel multiplies faster"
     assert idle_parts(rose_log[0]).get("fused_mlp") == reason
 
 

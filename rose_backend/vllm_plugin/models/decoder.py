@@ -383,7 +383,11 @@ class RoseDecoder:
             product for each in self._loaded for product in each.products if isinstance(product, LoadedFloat8)
         ]
         scales = float8_scales(vllm_config.quant_config)
-        self._max_float8_rows = 0 if scales is None else max_packed_rows(self.rose_switches, scales)
+        self._max_float8_rows = (
+            0
+            if scales is None
+            else max_packed_rows(self.rose_switches, scales, vllm_config.model_config.dtype)
+        )
         self._max_packed_rows: int | None = None
         self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)

@@ -217,7 +217,9 @@ class RecordedDecoder:
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
         scales = float8_scales(vllm_config.quant_config)
-        self._max_packed_rows = None if scales is None else max_packed_rows(self._switches, scales)
+        self._max_packed_rows = (
+            None if scales is None else max_packed_rows(self._switches, scales, model.dtype)
+        )
         # With M-RoPE angles are a step's, and all models that have it take embeddings.
         self._has_mrope = model.uses_mrope
         self._rotation = HeadRotation(

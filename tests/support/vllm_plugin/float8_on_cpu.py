@@ -51,7 +51,7 @@ class Float8OnCpu:
     ) -> None:
         self.rows: list[int] = []
         if not measured:
-            monkeypatch.setattr(float8_weights, "max_packed_float8_rows", lambda *, has_blocks: 64)
+            monkeypatch.setattr(float8_weights, "max_packed_float8_rows", lambda **_: 64)
         names = {Fp8BlockScaledMMLinearKernel: blocks, FP8ScaledMMLinearKernel: ROWS}
         self._kinds = {parent: type(name, (parent,), self._methods()) for parent, name in names.items()}
         for module in (fp8, modelopt, compressed_tensors_w8a8_fp8, online_fp8):
