@@ -1,10 +1,12 @@
-"""models/tiny-gpt2 and models/tiny-qwen3-chat: format, size, tokenizer, English and answers, and pinned texts."""
+"""The models in models/: format, size, tokenizer, English and answers, pinned texts, and what float8 changes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.models.base import load_model
+from scripts.tiny_chat.conversations import conversations
 from scripts.tiny_gpt2 import corpus
+from scripts.train_tiny_chat import as_stream
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-gpt2"
 CHAT_MODEL = ROOT / "models" / "tiny-qwen3-chat"
+FLOAT8_MODEL = ROOT / "models" / "tiny-qwen3-chat-fp8"
 END_OF_TEXT = "<|endoftext|>"
 PROMPTS = (
     "When the sun rose the next morning, the prince",
@@ -55,19 +63,24 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model_path", "max_bytes", "dtype"),
-    [(MODEL, 3_000_000, torch.float16), (CHAT_MODEL, 4_000_000, torch.bfloat16)],
-    ids=["tiny-gpt2", "tiny-qwen3-chat"],
+    ("model_path", "max_bytes", "dtypes"),
+    [
+        (MODEL, 3_000_000, {torch.float16}),
+        (CHAT_MODEL, 4_000_000, {torch.bfloat16}),
+        (FLOAT8_MODEL, 2_000_000, {torch.bfloat16, torch.float8_e4m3fn}),
+    ],
+    ids=["tiny-gpt2", "tiny-qwen3-chat", "tiny-qwen3-chat-fp8"],
 )
-def test_weights_are_small(model_path: Path, max_bytes: int, dtype: torch.dtype) -> None:
+def test_weights_are_small(model_path: Path, max_bytes: int, dtypes: set[torch.dtype]) -> None:
     path = model_path / "model.safetensors"
     assert path.stat().st_size <= max_bytes
-    with safe_open(path, framework="pt") as weights:
-        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (no mapping)
-    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-    num_parameters = read_json("training_log.json", model_path)["parameters"]
-    assert sum(tensor.numel() for tensor in tensors.values()) == num_parameters
+    tensors = load_file(path)
+    assert {tensor.dtype for tensor in tensors.values()} == dtypes
+    assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())
+    trained = CHAT_MODEL if model_path == FLOAT8_MODEL else model_path
+    num_parameters = read_json("training_log.json", trained)["parameters"]
+    numbers = [tensor.numel() for name, tensor in tensors.items() if not name.endswith("_scale")]
+    assert sum(numbers) == num_parameters
 
 
 def test_shape_is_the_promised_one() -> None:
@@ -190,34 +203,108 @@ SENSIBLE = {
 """Questions of the model's README, and what a sensible answer has."""
 
 
-def check_answers(**options: Any) -> None:
+def ask(model: Path, **options: Any) -> dict[str, str]:
     """Ask all questions: each answer must come to its end, and at least eight must be sensible."""
-    tokenizer = AutoTokenizer.from_pretrained(CHAT_MODEL, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
         )
         for question in SENSIBLE
     ]
-    with LLM(str(CHAT_MODEL), num_blocks=200, **options) as llm:
+    with LLM(str(model), num_blocks=200, **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=120))
     answers = {question: output.outputs[0].text for question, output in zip(SENSIBLE, outputs, strict=True)}
     sensible = [question for question, pattern in SENSIBLE.items() if re.search(pattern, answers[question])]
     assert len(sensible) >= 8, answers
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+    return answers
+
+
+def answers_in_readme(model: Path) -> dict[str, str]:
+    """Return the questions of a model's README and what it says of their answers."""
+    text = (model / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)
+    return {question: answer for question, answer in rows if question in SENSIBLE}
 
 
 @pytest.mark.gpu
-def test_it_answers_on_a_gpu() -> None:
-    check_answers(device="cuda", dtype="bfloat16")
+@pytest.mark.parametrize("model", [CHAT_MODEL, FLOAT8_MODEL], ids=["bfloat16", "float8"])
+def test_it_answers_on_a_gpu(model: Path) -> None:
+    ask(model, device="cuda", dtype="bfloat16")
 
 
 def test_it_answers_as_its_readme_says() -> None:
-    check_answers(device="cpu", dtype="float32")
-    rows = re.findall(
-        r"^\| (.+?) \| (.+) \|$",
-        (CHAT_MODEL / "README.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
+    ask(CHAT_MODEL, device="cpu", dtype="float32")
+    assert answers_in_readme(CHAT_MODEL) == read_json("training_log.json", CHAT_MODEL)["answers"]
+
+
+def test_float8_weights_change_the_answers_that_their_readme_names() -> None:
+    answers, float8_answers = (
+        ask(model, device="cpu", dtype="float32") for model in (CHAT_MODEL, FLOAT8_MODEL)
     )
-    written = {question: answer for question, answer in rows if question in SENSIBLE}
-    assert written == read_json("training_log.json", CHAT_MODEL)["answers"]
+    differing = {
+        question: answer for question, answer in float8_answers.items() if answer != answers[question]
+    }
+    assert differing == answers_in_readme(FLOAT8_MODEL)
+
+
+@torch.inference_mode()
+def losses(model: Path) -> torch.Tensor:
+    """Return the standalone engine's loss at each token of conversations that the model was not trained on."""
+    length, block_size = 256, 16
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = torch.tensor(as_stream(tokenizer, conversations(200, 3)))
+    windows = ids[: len(ids) // length * length].view(-1, length)
+    num_tokens = windows.numel()
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(0, num_tokens + 1, length, dtype=torch.int32),
+        num_computed_tokens=torch.zeros(len(windows), dtype=torch.int32),
+        block_table=torch.arange(num_tokens // block_size, dtype=torch.int32).view(len(windows), -1),
+        slot_mapping=torch.arange(num_tokens),
+        num_decodes=0,
+    )
+    loaded = load_model(model)
+    config = loaded.config
+    cache = torch.zeros(
+        *(config.num_layers, 2, num_tokens // block_size, block_size), config.num_kv_heads, config.head_size
+    )
+    positions = torch.arange(length).repeat(len(windows))
+    logits = loaded.compute_logits(loaded.forward(windows.flatten(), positions, cache, metadata))
+    predicted = logits.view(len(windows), length, -1)[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(predicted, windows[:, 1:].flatten(), reduction="none")
+
+
+def test_float8_weights_keep_the_perplexity() -> None:
+    perplexity, float8_perplexity = (math.exp(losses(model).mean()) for model in (CHAT_MODEL, FLOAT8_MODEL))
+    assert float8_perplexity == pytest.approx(perplexity, rel=0.01)
+
+
+def test_float8_weights_are_read_as_compressed_tensors_reads_them(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    stored = load_file(FLOAT8_MODEL / "model.safetensors")
+    dense = {
+        name: quantization.dequantize(tensor, stored[f"{name}_scale"].float())
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale")
+    }
+    shutil.copytree(CHAT_MODEL, tmp_path, dirs_exist_ok=True)
+    save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
+    assert ask(tmp_path, device="cpu", dtype="float32") == ask(FLOAT8_MODEL, device="cpu", dtype="float32")
+    torch.testing.assert_close(losses(tmp_path), losses(FLOAT8_MODEL), rtol=1e-4, atol=1e-4)
+
+
+def test_the_script_writes_the_float8_model(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from scripts.quantize_tiny_chat import quantize
+
+    quantize(CHAT_MODEL, tmp_path)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    shipped = {path.name: path.read_bytes() for path in FLOAT8_MODEL.iterdir() if path.name in written}
+    configs = [json.loads(files.pop("config.json")) for files in (written, shipped)]
+    for config in configs:  # of compressed-tensors
+        del config["quantization_config"]["version"]
+    assert configs[0] == configs[1]
+    assert written == shipped
