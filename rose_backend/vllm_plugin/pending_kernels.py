@@ -145,6 +145,6 @@ def _key(vllm_config: VllmConfig) -> list[object]:
         None if speculative is None else speculative.num_speculative_tokens,
         None if lora is None else lora.max_lora_rank,
         vllm_config.parallel_config.tensor_parallel_size,
-        *(getattr(model.hf_config, name, None) for name in _SIZES),
+        *(getattr(model.hf_text_config, name, None) for name in _SIZES),
         vllm_config.additional_config,
     ]

@@ -331,6 +331,16 @@ def test_another_engine_of_the_process_begins_too(make_config: MakeConfig, pool:
     pending_kernels.wait_for_kernels()
 
 
+def test_language_models_of_other_sizes_beside_the_same_encoder_are_told_apart(
+    make_config: MakeConfig,
+) -> None:
+    config, keys = make_gpu_config(make_config), []
+    for size in (1024, 2048):
+        config.model_config.hf_text_config = SimpleNamespace(intermediate_size=size)
+        keys.append(pending_kernels._key(config))
+    assert keys[0] != keys[1]
+
+
 def test_a_start_survives_what_goes_wrong(
     make_config: MakeConfig, pool: type[Pool], rose_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
