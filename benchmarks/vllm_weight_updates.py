@@ -337,19 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             for row in of_start
         ]
-    settings = chosen(
-        *(
-            options,
-            "dtype",
-            "max_num_seqs",
-            "updates",
-            "starts",
-            "sleeps",
-            "start_at_once",
-            "backends",
-            "quick",
-        )
-    )
+    names = ("dtype", "max_num_seqs", "updates", "starts", "sleeps", "start_at_once", "backends", "quick")
+    settings = chosen(options, *names)
     report = {
         "benchmark": "vllm_weight_updates",
         **run_facts(),

@@ -77,13 +77,9 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def has_float8_tensor_cores(device: torch.device) -> bool:
-    """Whether tensor cores of ``device`` multiply float8 numbers where they are in shared memory."""
-    return device.type != "cpu" and multiplies_float8(gpu_properties(device).capability)
-
-
-def multiplies_float8(capability: tuple[int, int]) -> bool:
-    """Return the same of a compute capability: of 9.0 and later, without 12."""
-    return 9 <= capability[0] < 12
+    """Whether tensor cores of ``device`` multiply float8 numbers where they are in shared memory (capability 9.0 and
+    later, without 12)."""
+    return device.type != "cpu" and 9 <= gpu_properties(device).capability[0] < 12
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:

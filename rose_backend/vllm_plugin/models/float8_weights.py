@@ -16,7 +16,6 @@ from rose_backend.config import PluginConfig
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Float8Weight, PackedLinear, pack_linear
 from rose_backend.kernels.arguments import FLOAT8_CAPABILITY, SCALED_BLOCK
-from rose_backend.kernels.gpu_properties import multiplies_float8
 from rose_backend.layers.decoder import max_packed_float8_rows
 from rose_backend.layers.linear import Linear
 from rose_backend.vllm_plugin.options import first_reason
@@ -124,7 +123,7 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
         # Unless it is asked for by the option.
-        "float8 weights that vLLM's kernel multiplies faster": options.max_quantized_rows is None
+        "float8 weights for which vLLM's kernel may be faster": options.max_quantized_rows is None
         and scales is not None
         and max_packed_rows(options, scales, vllm_config.model_config.dtype) == 0,
     }
@@ -141,7 +140,8 @@ def max_packed_rows(options: PluginConfig, scales: str, dtype: torch.dtype) -> i
     if options.max_quantized_rows is not None:
         return options.max_quantized_rows
     capability = current_platform.get_device_capability()
-    splits = dtype == torch.bfloat16 and capability is not None and multiplies_float8(capability)
+    # Later GPUs split activations, too, but the kernel was not measured there.
+    splits = dtype == torch.bfloat16 and capability is not None and capability[0] == 9
     return max_packed_float8_rows(has_blocks=scales == BLOCKS, splits=splits)
 
 
