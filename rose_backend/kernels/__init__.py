@@ -46,11 +46,13 @@ from rose_backend.kernels.arguments import (
     Float8Experts,
     Float8Weight,
     HeadRotation,
+    InputQuantization,
     NewTokens,
     NormInput,
     PackedLinear,
     PackedNorm,
     PagedKV,
+    QuantizedActivations,
     SampleOutput,
     SamplingTensors,
     empty_rows,
@@ -83,7 +85,9 @@ from rose_backend.kernels.pointwise.ops import (
     embed_tokens,
     layer_norm,
     rms_norm,
+    rms_norm_quantized,
     rotate_query_key,
     silu_mul,
+    silu_mul_quantized,
 )
 from rose_backend.kernels.sampling.ops import sample, sample_unfused

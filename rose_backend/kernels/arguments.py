@@ -30,6 +30,10 @@ MAX_ROWS = 256
 SCALED_BLOCK = 128
 """Rows and columns of a block of a float8 weight that has a scale for each block."""
 
+LARGEST_FLOAT8 = 448.0
+LEAST_ROW_SCALE, LEAST_OF_GROUP = 1 / (LARGEST_FLOAT8 * 512), 1e-10
+"""Of activations that vLLM's kernels quantize: a row's least scale, and a group's least largest magnitude."""
+
 _FLOAT8_VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Spec = tuple[torch.Tensor, str] | tuple[torch.Tensor, str, torch.dtype]
@@ -453,6 +457,46 @@ class PagedKV(NamedTuple):
     the last row's are padding that is left alone. None: token ``r`` is request ``r``'s (``T = R``)."""
     max_query_len: int = 1
     """Of ``paged_decode``: new tokens that a row may have. More than 1 needs ``query_start_loc``."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputQuantization:
+    """How a product takes its activations: e4m3 numbers, each to be multiplied by the scale of its row or group.
+
+    Scales and numbers are those of vLLM's kernels, bit for bit: of ``dynamic_per_token_scaled_fp8_quant`` by rows, of
+    ``per_token_group_fp8_quant`` by groups.
+    """
+
+    by_group: bool = False
+    """A scale is of ``SCALED_BLOCK`` columns of a row, not of the row."""
+    powers_of_two: bool = False
+    """Scales of groups are rounded up to powers of two (UE8M0)."""
+    aligned_scales: bool = False
+    """A group's scales begin at a multiple of 4 rows, as TMA reads them."""
+    min_rows: int = 1
+    """Fewer rows are not taken so."""
+
+    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedActivations:
+        """Return memory for activations."""
+        num_groups, stride = (width // SCALED_BLOCK, num_rows) if self.by_group else (1, 1)
+        if self.aligned_scales:
+            stride = -(-num_rows // 4) * 4
+        return QuantizedActivations(
+            torch.empty((num_rows, width), dtype=WEIGHT_DTYPE, device=device),
+            torch.empty_strided((num_rows, num_groups), (1, stride), dtype=torch.float32, device=device),
+            self,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedActivations:
+    """Activations in 8 bits."""
+
+    values: torch.Tensor
+    """[T, E] of ``WEIGHT_DTYPE``, contiguous."""
+    scales: torch.Tensor
+    """Float32, [T, 1] or [T, E / 128]: those of a group lie side by side."""
+    quantization: InputQuantization
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,11 @@ from rose_backend.kernels import (
     Adapters,
     Experts,
     Float8Weight,
+    InputQuantization,
     NormInput,
     PackedLinear,
     PackedNorm,
+    QuantizedActivations,
     add_adapters,
     add_layer_norm,
     add_rms_norm,
@@ -32,7 +34,9 @@ from rose_backend.kernels import (
     pack_linear,
     pack_norm,
     rms_norm,
+    rms_norm_quantized,
     silu_mul,
+    silu_mul_quantized,
     small_batch_linear,
     small_batch_linear_before_norm,
 )
@@ -66,9 +70,11 @@ class Linear:
     """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
     ``Float8Weight`` is the same one."""
     adapters: Adapters | None = None
-    many_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    many_rows: Callable[[torch.Tensor | QuantizedActivations], torch.Tensor] | None = None
     """The host's own product, bias included, of batches that are not small. Only it knows what is in ``weight`` where
     there is no packed layer."""
+    quantization: InputQuantization | None = None
+    """How ``many_rows`` also takes its input; None: as it is alone."""
 
     @property
     def num_inputs(self) -> int:
@@ -219,6 +225,21 @@ class ResidualStream:
             return F.rms_norm(self.hidden, weight.shape, weight, eps)
         return F.layer_norm(self.hidden, weight.shape, weight, bias, eps)
 
+    def _normed_quantized(self, norm: Norm, quantization: InputQuantization) -> QuantizedActivations:
+        delta, self._delta = self._delta, None
+        x, residual = (self.hidden, None) if delta is None else (delta, self.hidden)
+        quantized, self.hidden = rms_norm_quantized(x, residual, norm.weight, norm.eps, quantization)
+        return quantized
+
+    def _quantization(self, linear: Linear) -> InputQuantization | None:
+        """Return how the kernel in front of a product quantizes its input; None: it does not."""
+        found, fuses = linear.quantization, self.switches.fused_add_layernorm and self.switches.fused_mlp
+        # Adapters read what is not quantized.
+        has_adapters = self._adapter_rows is not None and linear.adapters is not None
+        if found is None or has_adapters or not fuses or self.hidden.shape[0] < found.min_rows:
+            return None
+        return found
+
     def project(self, norm: Norm, linear: Linear, *, gelu: bool = False) -> torch.Tensor:
         """Return ``linear(norm(hidden states))``, [T, O], followed by GELU in its tanh form if asked.
 
@@ -237,6 +258,9 @@ class ResidualStream:
             if not linear.packed.is_gated:
                 return projected
             return silu_mul(projected, alternating=linear.packed.alternates)
+        quantization = self._quantization(linear)
+        if quantization is not None and norm.bias is None:
+            return self._product(self._normed_quantized(norm, quantization), linear)
         normed = self.normed(norm)
         if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
@@ -247,13 +271,15 @@ class ResidualStream:
 
     def add(
         self,
-        x: torch.Tensor,  # [T, I]
+        x: torch.Tensor | QuantizedActivations,  # [T, I]
         linear: Linear,
         next_norm: Norm | None = None,
     ) -> None:
         """Add ``linear(x)`` to the hidden states. A small batch needs ``next_norm``, which reads them."""
         if self.is_small_batch:
-            assert linear.packed is not None, "small batches need packed layers"
+            assert linear.packed is not None and isinstance(x, torch.Tensor), (
+                "small batches need packed layers"
+            )
             assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
             # Before the product, which leaves all that there is to the norm.
             self._add_adapters(x, linear, self.hidden)
@@ -265,6 +291,7 @@ class ResidualStream:
         elif (
             self.switches.fused_add_layernorm
             and self._adapter_rows is None
+            and isinstance(x, torch.Tensor)
             and isinstance(linear.weight, torch.Tensor)
             and linear.many_rows is None
             and adds_halves(x, linear)
@@ -280,9 +307,10 @@ class ResidualStream:
         assert not self.is_small_batch, "what is left to the next norm would be of other hidden states"
         self.hidden = self.hidden + x
 
-    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def _product(self, x: torch.Tensor | QuantizedActivations, linear: Linear) -> torch.Tensor:
         product = _product(x, linear)
-        self._add_adapters(x, linear, product)
+        if not isinstance(x, QuantizedActivations):
+            self._add_adapters(x, linear, product)
         return product
 
     def _add_adapters(self, x: torch.Tensor | NormInput, linear: Linear, out: torch.Tensor) -> None:
@@ -315,6 +343,9 @@ class ResidualStream:
         if self.is_small_batch:
             return self.add(projected, down, next_norm)
         alternating = gate_up.packed is not None and gate_up.packed.alternates
+        quantization = self._quantization(down)
+        if quantization is not None:
+            return self.add(silu_mul_quantized(projected, quantization, alternating=alternating), down)
         if self.switches.fused_mlp:
             return self.add(silu_mul(projected, alternating=alternating), down)
         gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
@@ -373,9 +404,10 @@ def fewest_halved_rows(width: int, num_processors: int) -> int:
     return max(num_processors // 2 // tiles_per_row, 1) * _TILE + 1
 
 
-def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+def _product(x: torch.Tensor | QuantizedActivations, linear: Linear) -> torch.Tensor:
     if linear.many_rows is not None:
         return linear.many_rows(x)
+    assert isinstance(x, torch.Tensor), "only a host's product takes quantized activations"
     if isinstance(linear.weight, Float8Weight):
         return float8_linear(x, linear.weight, linear.bias)
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

@@ -18,6 +18,7 @@ from rose_backend.kernels.pointwise import elementwise as rotary
 from rose_backend.kernels.sampling import bitmask, sampler
 from tests.support import decode_steps, expert_cases, rotations, sampling_cases
 from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
+from tests.support.quantized_activations import QUANTIZATIONS
 from tests.support.rotations import MODEL_HEADS
 from tests.support.sampling_cases import Limited
 
@@ -44,6 +45,26 @@ def test_pointwise_kernels(capability: int) -> None:
         is_norm = recorded.kernel.__name__ == "_norm_kernel"
         resources = compile_launch(overlapped(recorded, capability) if is_norm else recorded, capability)
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx
+
+
+@compiles("_silu_mul_kernel", "_norm_kernel", capabilities=(90, 100))
+def test_kernels_that_quantize(capability: int) -> None:
+    weight = torch.empty(28_672, dtype=torch.bfloat16)
+    with record_launches(elementwise, "_silu_mul_kernel", "_norm_kernel") as launches:
+        for quantization in QUANTIZATIONS:
+            for width in (4096, 5120, 8192):
+                x = torch.empty(4, width, dtype=torch.bfloat16)
+                elementwise.rms_norm_quantized(x, x, weight[:width], 1e-5, quantization)
+            for width in (12_288, 14_336, 28_672):
+                x = torch.empty(4, 2 * width, dtype=torch.bfloat16)
+                elementwise.silu_mul_quantized(x, quantization, alternating=width == 14_336)
+    assert len(launches) == 18
+    for recorded in launches:
+        ptx = compile_launch(overlapped(recorded, capability), capability).ptx
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "st.global.v2.b32" in ptx and "div.rn.f32" in ptx
+        # Nothing changes places before the sum of squares, which is so of the same order as without.
+        before, norms, _ = ptx.partition("rsqrt.approx")
+        assert not norms or "st.shared.v" not in before
 
 
 @compiles("_rotate_kernel")

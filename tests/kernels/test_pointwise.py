@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
+    InputQuantization,
     PackedNorm,
+    QuantizedActivations,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
@@ -22,10 +24,19 @@ from rose_backend.kernels import (
     layer_norm,
     pack_norm,
     rms_norm,
+    rms_norm_quantized,
     silu_mul,
+    silu_mul_quantized,
 )
 from tests.support.implementations import DTYPES, GPU, Implementation, each_dtype, kernels_only
 from tests.support.moments import check_left
+from tests.support.quantized_activations import (
+    ADVERSARIAL,
+    QUANTIZATIONS,
+    gated,
+    quantized_as_vllm,
+    rounded_as_gpus,
+)
 
 EPS = 1e-5
 SHAPES = [(1, 128), (3, 7), (5, 768), (0, 16), (2, 1500), (2, 1)]
@@ -157,6 +168,52 @@ def test_values_of_large_shapes(check: Callable[..., None], dtype: torch.dtype) 
         check(GPU, shape, dtype)
 
 
+def bits(quantized: QuantizedActivations) -> list[torch.Tensor]:
+    return [quantized.values.view(torch.uint8), quantized.scales.view(torch.int32)]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_quantized_as_vllm(
+    implementation: Implementation, dtype: torch.dtype, quantization: InputQuantization
+) -> None:
+    """Both bit for bit: what would have been stored in 16 bits, and then numbers and scales."""
+    numbers = ADVERSARIAL.to(implementation.device, dtype)
+    for alternating in (False, True):
+        gate_up = gated(numbers, alternating=alternating)
+        plain = implementation(rounded_as_gpus, silu_mul, gate_up, alternating=alternating)
+        assert torch.equal(plain[1:4], numbers[1:4]) and torch.equal(plain.isnan(), numbers.isnan())
+        quantized = implementation(
+            rounded_as_gpus, silu_mul_quantized, gate_up, quantization, alternating=alternating
+        )
+        for got, expected in zip(bits(quantized), quantized_as_vllm(plain, quantization), strict=True):
+            assert torch.equal(got, expected)
+    for width in (128, 384, 1152):
+        x, residual, weight, _ = make(9, width, dtype, implementation.device)
+        x[1], residual[1], x[2, 3], x[3, 5] = 0.0, 0.0, math.inf, math.nan
+        for parts, added in ((x, None), (x, residual), (torch.stack((x, -x, x)), residual)):
+            given = (parts, weight, EPS) if added is None else (parts, added, weight, EPS)
+            plain = implementation(rounded_as_gpus, rms_norm if added is None else add_rms_norm, *given)
+            plain, total = (plain, x) if added is None else plain
+            quantized, new_residual = implementation(
+                rounded_as_gpus, rms_norm_quantized, parts, added, weight, EPS, quantization
+            )
+            for got, expected in zip(bits(quantized), quantized_as_vllm(plain, quantization), strict=True):
+                assert torch.equal(got, expected)
+            assert torch.equal(new_residual.nan_to_num(7.0), total.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+def test_memory_of_quantized_activations(quantization: InputQuantization) -> None:
+    for num_rows in (0, 1, 5, 8):
+        made = silu_mul_quantized(torch.zeros(num_rows, 768), quantization)
+        assert made.values.shape == (num_rows, 384) and made.values.is_contiguous()
+        groups = 3 if quantization.by_group else 1
+        assert made.scales.shape == (num_rows, groups)
+        stride = {0: 0, 1: 4, 5: 8, 8: 8}[num_rows] if quantization.aligned_scales else num_rows
+        assert made.scales.stride() == ((1, stride) if quantization.by_group else (1, 1))
+
+
 def test_eps_counts(implementation: Implementation) -> None:
     x, _, weight, bias = make(4, 16, torch.float32, implementation.device)
     for function, arguments, exact in (
@@ -241,6 +298,7 @@ def test_no_tokens_to_embed(implementation: Implementation) -> None:
 
 X, RESIDUAL, WEIGHT, BIAS = make(4, 16, torch.float32)
 IDS = torch.zeros(2, dtype=torch.int64)
+ROWS, GROUPS = QUANTIZATIONS[:2]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +313,11 @@ IDS = torch.zeros(2, dtype=torch.int64)
         (bias_residual, (X, BIAS, RESIDUAL[:-1]), "residual: expected T=4, got 3"),
         (bias_residual, (X, BIAS, RESIDUAL.half()), "residual: expected dtype torch.float32 as x, got torch.fl"),
         (silu_mul, (X[:, 1:],), "gate_up: expected an even number of columns, got 15"),
+        (rms_norm_quantized, (X, RESIDUAL[:-1], WEIGHT, EPS, ROWS), "residual: expected T=4, got 3"),
+        (rms_norm_quantized, (X, None, WEIGHT.half(), EPS, ROWS), "weight: expected dtype torch.float32 as x"),
+        (rms_norm_quantized, (X, None, WEIGHT, EPS, GROUPS), "quantization: expected a multiple of 128 columns"),
+        (silu_mul_quantized, (X[:, 1:], ROWS), "gate_up: expected an even number of columns, got 15"),
+        (silu_mul_quantized, (X, GROUPS), "quantization: expected a multiple of 128 columns, got 8"),
         (embed_tokens, (IDS.short(), IDS, X), "input_ids: expected dtype torch.int64 or torch.int32, got torch.in"),
     ],
 )  # fmt: skip
@@ -271,6 +334,11 @@ def test_rows_past_two_to_the_31() -> None:
     last = x[-50:].clone()
     assert torch.equal(layer_norm(x, weight, bias, EPS)[-50:], layer_norm(last, weight, bias, EPS))
     assert torch.equal(silu_mul(x)[-50:], silu_mul(last))
+    for quantization in QUANTIZATIONS:
+        few = rms_norm_quantized(last, None, weight, EPS, quantization)[0]
+        many = rms_norm_quantized(x, None, weight, EPS, quantization)[0]
+        assert torch.equal(many.values[-50:].view(torch.uint8), few.values.view(torch.uint8))
+        assert torch.equal(many.scales[-50:], few.scales)
     expected = bias_gelu(last.clone(), bias)
     assert torch.equal(bias_gelu(x, bias)[-50:], expected)
 

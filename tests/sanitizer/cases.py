@@ -21,6 +21,7 @@ from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.linear_cases import random_float8
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
+from tests.support.quantized_activations import QUANTIZATIONS
 from tests.support.sampling_cases import (
     Limited,
     chosen_rows,
@@ -157,6 +158,28 @@ def norms(num_tokens: int, width: int) -> Case:
             kernels.bias_residual(x.clone(), bias, residual),
             kernels.silu_mul(torch.cat((x, residual), 1)),
             kernels.silu_mul(torch.cat((x, residual), 1), alternating=True),
+        ]
+
+    return run
+
+
+def quantized(num_tokens: int, width: int) -> Case:
+    """Norms and activations that are quantized. Numbers at the border of two round otherwise on a CPU."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x, residual = torch.randn(2, num_tokens, width, generator=generator).bfloat16().to(device)
+        gate_up, found = torch.cat((x, residual), 1), []
+        for quantization in QUANTIZATIONS:
+            found += [
+                kernels.rms_norm_quantized(x, None, residual[0], EPS, quantization)[0],
+                kernels.rms_norm_quantized(x, residual, residual[0], EPS, quantization)[0],
+                kernels.silu_mul_quantized(gate_up, quantization),
+                kernels.silu_mul_quantized(gate_up, quantization, alternating=True),
+            ]
+        return [
+            (values.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]).bfloat16()
+            for values, scales in ((each.values, each.scales) for each in found)
         ]
 
     return run
@@ -407,6 +430,7 @@ CASES: dict[str, Case] = {
     "clone, cycle": clone([(1, 2), (2, 3), (3, 1), (8, 0)], ids_on_device=True),
     "norms": norms(5, 768),
     "norms, odd": norms(3, 129),
+    "norms, quantized": quantized(5, 1152),
     "rotary": rotary(5, 32, 8, 128, 128),
     "rotary, odd": rotary(3, 7, 1, 80, 48),
     "adapters, 1 row": adapters([2], 5, 43),

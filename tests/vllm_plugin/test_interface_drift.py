@@ -91,6 +91,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from rose_backend.kernels.arguments import LEAST_OF_GROUP
 from rose_backend.models.rope import RotaryOptions, rotary_table
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
@@ -812,6 +813,52 @@ def test_float8_weights_are_kept_by_the_kernels_and_methods_that_are_known() -> 
     assert kernels.MarlinFP8ScaledMMLinearKernel.can_implement(None) == (True, None)
     others = others - {"B12xFp8BlockScaledMMKernel"} | {"B12xTensorFP8ScaledMMLinearKernel"}
     assert by_rows == others | set(float8_weights.ROW_KERNELS)
+
+
+def test_vllms_kernels_multiply_what_they_have_quantized(make_config: MakeConfig) -> None:
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.kernels.linear.scaled_mm import flashinfer
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    classes = {name: getattr(kernels, name) for name in float8_weights.QUANTIZED_KERNELS}
+    assert set(classes) <= {*float8_weights.BLOCK_KERNELS, *float8_weights.ROW_KERNELS}
+    bases = (kernels.FP8ScaledMMLinearKernel, kernels.Fp8BlockScaledMMLinearKernel)
+    for name, kind in classes.items():
+        rows, blocks = bases
+        base = blocks if name in float8_weights.BLOCK_KERNELS else rows
+        assert kind.apply_weights is base.apply_weights and kind.get_output_padding is base.get_output_padding
+        multiply = kind.apply_block_scaled_mm if base is blocks else kind.apply_scaled_mm
+        of_rows = set() if base is blocks else {"out_dtype", "bias", "output_shape"}
+        assert set(inspect.signature(multiply).parameters) == {"self", "A", "B", "As", "Bs"} | of_rows
+        # Their scales are laid out so; FlashInfer's way is below.
+        source = inspect.getsource(kind.__init__)
+        has_own = name == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
+        assert base is rows or has_own or "column_major_scales=True" in source
+        assert base is rows or kind.apply_input_quant is not has_own
+    for base in bases:
+        source = inspect.getsource(base.apply_weights)
+        assert "self.quant_fp8(" in source and "self.config.out_dtype" in source
+    source = inspect.getsource(flashinfer._dynamic_flashinfer_deepgemm_blockscale_gemm_impl)
+    assert f"condition = input.shape[0] < {float8_weights.DEEP_GEMM_ROWS}" in source
+    assert "column_major_scales=True" in source and "tma_aligned_scales" not in source
+    parameters = inspect.signature(fp8_utils.per_token_group_quant_fp8).parameters
+    assert parameters["eps"].default == LEAST_OF_GROUP and not parameters["tma_aligned_scales"].default
+    kind = flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel
+    assert kind.fallback_type is classes["DeepGemmFp8BlockScaledMMKernel"]
+    assert "self.use_deep_gemm_e8m0 = " in inspect.getsource(kind.fallback_type.__init__)
+    source = inspect.getsource(QuantFP8.forward_cuda)
+    assert "fp8_utils.per_token_group_quant_fp8(" in source and "ops.scaled_fp8_quant(" in source
+    with set_current_vllm_config(make_config()):
+        quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, num_token_padding=None)
+        groups = QuantFP8(
+            static=False, group_shape=GroupShape(1, 128), column_major_scales=True, use_ue8m0=True
+        )
+    assert tuple(quantize.group_shape) == (1, -1) and not quantize.static
+    assert quantize.num_token_padding is None and groups.use_ue8m0 and not groups.tma_aligned_scales
+    # On a CPU vLLM's kernel is not what it calls.
+    assert quantize._forward_method != quantize.forward_cuda
 
 
 def test_weights_are_loaded_as_roses_loaders_take_them() -> None:

@@ -22,7 +22,7 @@ from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedL
 from rose_backend.kernels.attention.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.linear.small_batch_linear import WeightFormat
-from rose_backend.kernels.pointwise.elementwise import RotationSizes
+from rose_backend.kernels.pointwise.elementwise import Groups, RotationSizes
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention import flash_attention
@@ -35,7 +35,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     recorded_step,
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
-from tests.support.float8_checkpoints import write_pair
+from tests.support.float8_checkpoints import GPU_SIZES, write_pair
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
@@ -253,9 +253,25 @@ def test_products_with_float8_weights_are_recorded(
         value for each in sources for value in each.constexprs.values() if isinstance(value, WeightFormat)
     ]
     assert len(formats) == len(sources) > 10 and {each.SCALE_ROWS for each in formats} == {block}
-    # More decodes are vLLM's products.
+    # More decodes are vLLM's products, of input that the kernels in front quantize.
     assert len(recorded(additional_config={"rose": {"max_quantized_rows": 8}})) < len(sources)
     assert not recorded(additional_config={"rose": {"max_quantized_rows": 0}})
+
+
+@pytest.mark.parametrize(("form", "by_row"), [("fp8 blocks", False), ("compressed-tensors channel", True)])
+def test_kernels_that_quantize_are_recorded(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, by_row: bool
+) -> None:
+    Float8OnCpu(monkeypatch)
+    path, _ = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
+    config = make_gpu_config(make_config, model=str(path), dtype="bfloat16")
+    found = {
+        (each.name, value.BY_ROW)
+        for each in sources_of(config, make_layer(config))
+        for value in each.constexprs.values()
+        if isinstance(value, Groups)
+    }
+    assert found == {("_norm_kernel", by_row), ("_silu_mul_kernel", by_row)}
 
 
 class Pool:

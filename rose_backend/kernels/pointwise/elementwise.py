@@ -2,9 +2,9 @@
 
 With a residual add before a norm, the sum is normalized as it is stored, so that both forms of a layer give the same
 numbers. What is added may come in parts, of a product that was split along its inner dimension: this saves the launch
-that would sum them. The activations of GPT-2's MLP work in place. Heads are rotated, and normed before that, in a
-launch whose programs have one token and some heads of it, the first programs of a token its keys as well; or inside
-another kernel.
+that would sum them. RMSNorm and SiLU times up can also quantize what they would store, for a product of activations in
+8 bits. The activations of GPT-2's MLP work in place. Heads are rotated, and normed before that, in a launch whose
+programs have one token and some heads of it, the first programs of a token its keys as well; or inside another kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import HeadRotation, NormInput, PackedNorm
+from rose_backend.kernels.arguments import (
+    LARGEST_FLOAT8,
+    LEAST_OF_GROUP,
+    LEAST_ROW_SCALE,
+    SCALED_BLOCK,
+    HeadRotation,
+    InputQuantization,
+    NormInput,
+    PackedNorm,
+    QuantizedActivations,
+)
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import load_norm_weight, norm_after
 
@@ -297,6 +307,77 @@ def embed_tokens(
     return after.result(next_norm, out)
 
 
+class Groups(NamedTuple):
+    """Columns of a row that share a scale, as a kernel that quantizes is compiled for them."""
+
+    SIZE: int
+    BY_ROW: bool
+    """The whole tile, which is the row."""
+    POWERS_OF_TWO: bool
+    """See ``InputQuantization``."""
+
+
+def _groups(quantization: InputQuantization, tile: int) -> Groups:
+    size = SCALED_BLOCK if quantization.by_group else tile
+    return Groups(size, not quantization.by_group, quantization.powers_of_two)
+
+
+_LARGEST = tl.constexpr(LARGEST_FLOAT8)
+_LEAST_ROW_SCALE = tl.constexpr(LEAST_ROW_SCALE)
+_LEAST_OF_GROUP = tl.constexpr(LEAST_OF_GROUP)
+
+
+@triton.jit
+def _scales_of(largest, GROUPS: tl.constexpr):
+    """Return the scales of groups from their largest magnitudes, of which one may be NaN if all its group is."""
+    if GROUPS.BY_ROW:
+        scales = tl.maximum(tl.div_rn(largest, _LARGEST), _LEAST_ROW_SCALE)
+    else:
+        scales = tl.div_rn(tl.maximum(largest, _LEAST_OF_GROUP), _LARGEST)
+        if GROUPS.POWERS_OF_TWO:
+            # One more in the exponent where there is a mantissa.
+            bits = tl.maximum(scales, _LEAST_OF_GROUP).to(tl.int32, bitcast=True)
+            scales = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+    return scales
+
+
+@triton.jit
+def _store_quantized(
+    rounded,  # [TILE]: columns of a row from ``start`` on, as they would be stored in 16 bits; 0 behind ``width``
+    token,
+    start,
+    width,
+    values_ptr,
+    scales_ptr,
+    scale_stride,
+    GROUPS: tl.constexpr,
+):
+    """Store whole groups as ``quantize`` has them, bit for bit."""
+    TILE: tl.constexpr = rounded.shape[0]
+    NUM_GROUPS: tl.constexpr = TILE // GROUPS.SIZE
+    grouped = tl.reshape(rounded.to(tl.float32), [NUM_GROUPS, GROUPS.SIZE])
+    # A maximum passes NaN over, here and below, as a GPU's does.
+    scales = _scales_of(tl.max(tl.abs(grouped), 1), GROUPS)
+    if GROUPS.POWERS_OF_TWO:
+        divided = grouped * tl.div_rn(1.0, scales)[:, None]
+    else:
+        # Rounded as a division is; a plain ``/`` may be off by two units in the last place.
+        divided = tl.div_rn(grouped, scales[:, None])
+    # The order decides what becomes of NaN.
+    if GROUPS.BY_ROW:
+        divided = tl.maximum(tl.minimum(divided, _LARGEST), -_LARGEST)
+    else:
+        divided = tl.minimum(tl.maximum(divided, -_LARGEST), _LARGEST)
+    # No more of them side by side in a thread than of 16-bit numbers: sums in front keep their order.
+    columns = start + tl.max_contiguous(tl.arange(0, TILE), 8)
+    values = tl.reshape(divided, [TILE]).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + token * width + columns, values, mask=columns < width)
+    groups = start // GROUPS.SIZE + tl.arange(0, NUM_GROUPS)
+    # Of one group, all rows lie side by side.
+    scale_ptrs = scales_ptr + groups.to(tl.int64) * scale_stride + token
+    tl.store(scale_ptrs, scales, mask=groups * GROUPS.SIZE < width)
+
+
 _TILE = 1024
 
 
@@ -329,18 +410,21 @@ def _bias_kernel(
     tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _silu_mul_kernel(
     gate_up_ptr,  # [T, 2 * I]
     out_ptr,  # [T, I] contiguous, written
+    scales_ptr,  # [T, groups], with GROUPS, written
     width,
     stride_t,
     stride_e,
+    scale_stride,  # of groups; that of rows is 1
     ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Args: ALTERNATING: gate and up are in turns, not side by side."""
+    """Args: ALTERNATING: gate and up are in turns, not side by side. GROUPS: quantize."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
@@ -355,8 +439,12 @@ def _silu_mul_kernel(
         gate = tl.load(row + columns.to(tl.int64) * stride_e, mask=mask, other=0.0)
         up = tl.load(row + (columns + width).to(tl.int64) * stride_e, mask=mask, other=0.0)
     gate = gate.to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up.to(tl.float32)
-    tl.store(out_ptr + token * width + columns, product.to(out_ptr.dtype.element_ty), mask=mask)
+    product = (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(gate_up_ptr.dtype.element_ty)
+    if GROUPS is None:
+        tl.store(out_ptr + token * width + columns, product, mask=mask)
+    else:
+        start = tl.program_id(1) * TILE
+        _store_quantized(product, token, start, width, out_ptr, scales_ptr, scale_stride, GROUPS)
 
 
 def bias_gelu(
@@ -399,25 +487,48 @@ def silu_mul(
     alternating: bool = False,
 ) -> torch.Tensor:
     """``rose_backend.kernels.silu_mul`` on a GPU."""
-    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((num_tokens, width))
-    if out.numel():
-        use_pdl = has_dependent_launch(out.device)
-        _silu_mul_kernel[(num_tokens, triton.cdiv(width, _TILE))](
-            gate_up,
-            out,
-            width,
-            *gate_up.stride(),
-            ALTERNATING=alternating,
-            TILE=_TILE,
-            PDL=use_pdl,
-            launch_pdl=use_pdl,
-            num_warps=4,
-        )
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    _launch_silu_mul(gate_up, out, None, alternating=alternating)
     return out
 
 
-@triton.jit
+def silu_mul_quantized(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+    quantization: InputQuantization,
+    *,
+    alternating: bool = False,
+) -> QuantizedActivations:
+    """``rose_backend.kernels.silu_mul_quantized`` on a GPU."""
+    out = quantization.empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device)
+    _launch_silu_mul(gate_up, out.values, out, alternating=alternating)
+    return out
+
+
+def _launch_silu_mul(
+    gate_up: torch.Tensor, out: torch.Tensor, quantized: QuantizedActivations | None, *, alternating: bool
+) -> None:
+    if out.numel():
+        num_tokens, width = out.shape
+        by_row = quantized is not None and not quantized.quantization.by_group
+        tile = triton.next_power_of_2(width) if by_row else _TILE
+        use_pdl = has_dependent_launch(out.device)
+        _silu_mul_kernel[(num_tokens, triton.cdiv(width, tile))](
+            gate_up,
+            out,
+            None if quantized is None else quantized.scales,
+            width,
+            *gate_up.stride(),
+            0 if quantized is None else quantized.scales.stride(1),
+            ALTERNATING=alternating,
+            TILE=tile,
+            GROUPS=None if quantized is None else _groups(quantized.quantization, tile),
+            PDL=use_pdl,
+            launch_pdl=use_pdl,
+            num_warps=min(max(tile // 512, 4), 32),
+        )
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
 def _norm_kernel(
     x_ptr,  # [PARTS, T, E]
     residual_ptr,  # [T, E]
@@ -425,20 +536,23 @@ def _norm_kernel(
     bias_ptr,  # [E]
     normed_ptr,  # [T, E] contiguous, written
     new_residual_ptr,  # [T, E] contiguous, written
+    scales_ptr,  # [T, groups], with GROUPS, written
     eps,
     x_stride_p,
     x_stride_t,
     x_stride_e,
     residual_stride_t,
     residual_stride_e,
+    scale_stride,  # of groups; that of rows is 1
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
+    GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Args: ADD: x + residual first. CENTRE: LayerNorm with its bias, else RMSNorm."""
+    """Args: ADD: x + residual first. CENTRE: LayerNorm with its bias, else RMSNorm. GROUPS: quantize."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
@@ -463,7 +577,11 @@ def _norm_kernel(
     normed = x * scale * weight
     if CENTRE:
         normed += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + token * WIDTH + columns, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+    rounded = normed.to(new_residual_ptr.dtype.element_ty)
+    if GROUPS is None:
+        tl.store(normed_ptr + token * WIDTH + columns, rounded, mask=mask)
+    else:
+        _store_quantized(rounded, token, 0, WIDTH, normed_ptr, scales_ptr, scale_stride, GROUPS)
 
 
 def layer_norm(
@@ -506,18 +624,34 @@ def add_rms_norm(
     return _launch(x, residual, weight, None, eps)
 
 
+def rms_norm_quantized(
+    x: torch.Tensor,  # [T, E] or, with a residual, [P, T, E]
+    residual: torch.Tensor | None,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+    quantization: InputQuantization,
+) -> tuple[QuantizedActivations, torch.Tensor]:
+    """``rose_backend.kernels.rms_norm_quantized`` on a GPU."""
+    quantized = quantization.empty(x.shape[-2], x.shape[-1], x.device)
+    return quantized, _launch(x, residual, weight, None, eps, quantized)[1]
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    quantized: QuantizedActivations | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normalised tensor and the sum; without a residual the sum is ``x`` itself."""
+    """Return the normalised tensor, or the values of ``quantized``, and the sum: without a residual ``x`` itself."""
     parts = x if x.ndim == 3 else x[None]
     num_parts, num_tokens, width = parts.shape
-    normed = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    new_residual = x if residual is None else torch.empty_like(normed)
+    if quantized is None:
+        normed = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    else:
+        normed = quantized.values
+    new_residual = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
     if normed.numel():
         tile = triton.next_power_of_2(width)
         _norm_kernel[(num_tokens,)](
@@ -527,16 +661,19 @@ def _launch(
             weight if bias is None else bias.contiguous(),
             normed,
             new_residual,
+            None if quantized is None else quantized.scales,
             eps,
             # Of a single part it says nothing, and Triton compiles apart for what divides it.
             0 if num_parts == 1 else parts.stride(0),
             *parts.stride()[1:],
             *(x if residual is None else residual).stride(),
+            0 if quantized is None else quantized.scales.stride(1),
             WIDTH=width,
             TILE=tile,
             PARTS=num_parts,
             ADD=residual is not None,
             CENTRE=bias is not None,
+            GROUPS=None if quantized is None else _groups(quantized.quantization, tile),
             PDL=has_dependent_launch(x.device),
             launch_pdl=has_dependent_launch(x.device),
             num_warps=min(max(tile // 256, 1), 16),

@@ -10,9 +10,15 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
+    LARGEST_FLOAT8,
+    LEAST_OF_GROUP,
+    LEAST_ROW_SCALE,
+    SCALED_BLOCK,
     HeadRotation,
+    InputQuantization,
     NormInput,
     PackedNorm,
+    QuantizedActivations,
     check_norm,
     check_same_dtype,
     check_tensors,
@@ -139,6 +145,60 @@ def add_rms_norm(
     return rms_norm(new_residual, weight, eps), new_residual
 
 
+def rms_norm_quantized(
+    x: torch.Tensor,  # [T, E] or, with a residual, [P, T, E]
+    residual: torch.Tensor | None,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+    quantization: InputQuantization,
+) -> tuple[QuantizedActivations, torch.Tensor]:
+    """Return what ``add_rms_norm`` does, the norm rounded as there and then quantized; None adds nothing to ``x``.
+
+    Args:
+        quantization: on a GPU of ``FLOAT8_CAPABILITY``.
+    """
+    check_tensors(x=(x, "T E" if residual is None else _parts_of(x)), weight=(weight, "E"))
+    check_same_dtype(x=x, weight=weight)
+    if residual is not None:
+        check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"))
+        check_same_dtype(x=x, residual=residual)
+    _check_groups(x.shape[-1], quantization)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise.elementwise import rms_norm_quantized as launch
+
+        return launch(x, residual, weight, eps, quantization)
+    total = x if residual is None else _sum(x, residual)
+    return _quantized(rms_norm(total, weight, eps), quantization), total
+
+
+def _check_groups(width: int, quantization: InputQuantization) -> None:
+    if quantization.by_group and width % SCALED_BLOCK:
+        raise ShapeError(f"quantization: expected a multiple of {SCALED_BLOCK} columns, got {width}")
+
+
+def _quantized(x: torch.Tensor, quantization: InputQuantization) -> QuantizedActivations:
+    """Return activations as vLLM's kernels quantize them, in the order of their operations.
+
+    Their maxima and minima pass NaN over: as a group's largest magnitude it counts for nothing, and it becomes the
+    number of the bound that it meets first.
+    """
+    out = quantization.empty(x.shape[0], x.shape[1], x.device)
+    groups = x.float().unflatten(1, (-1, x.shape[1] // out.scales.shape[1]))
+    largest = torch.where(groups.isnan(), 0.0, groups.abs()).amax(2)
+    upper = torch.tensor(LARGEST_FLOAT8, device=x.device)
+    if quantization.by_group:
+        scales = largest.clamp(min=LEAST_OF_GROUP) / upper
+        if quantization.powers_of_two:
+            scales = scales.clamp(min=LEAST_OF_GROUP).log2().ceil().exp2()
+        bounded = (groups / scales[:, :, None]).fmax(-upper).fmin(upper)
+    else:
+        scales = (largest / upper).clamp(min=LEAST_ROW_SCALE)
+        bounded = (groups / scales[:, :, None]).fmin(upper).fmax(-upper)
+    out.scales.copy_(scales)
+    out.values.copy_(bounded.view(x.shape))
+    return out
+
+
 def _parts_of(x: torch.Tensor) -> str:
     return "P T E" if x.ndim == 3 else "T E"
 
@@ -192,9 +252,7 @@ def silu_mul(
     Args:
         alternating: columns of the gate and of the other factor take turns, as ``pack_linear`` makes them.
     """
-    check_tensors(gate_up=(gate_up, "T 2I"))
-    if gate_up.shape[1] % 2:
-        raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
+    _check_halves(gate_up)
     if gate_up.is_cuda:
         from rose_backend.kernels.pointwise.elementwise import silu_mul as launch
 
@@ -203,6 +261,33 @@ def silu_mul(
     if gate_up.dtype == torch.float32:
         return F.silu(gate).mul_(up)
     return F.silu(gate.float()).mul_(up.float()).to(gate_up.dtype)
+
+
+def silu_mul_quantized(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+    quantization: InputQuantization,
+    *,
+    alternating: bool = False,
+) -> QuantizedActivations:
+    """Return what ``silu_mul`` does, rounded as there and then quantized.
+
+    Args:
+        quantization: on a GPU of ``FLOAT8_CAPABILITY``.
+        alternating: as of ``silu_mul``.
+    """
+    _check_halves(gate_up)
+    _check_groups(gate_up.shape[1] // 2, quantization)
+    if gate_up.is_cuda:
+        from rose_backend.kernels.pointwise.elementwise import silu_mul_quantized as launch
+
+        return launch(gate_up, quantization, alternating=alternating)
+    return _quantized(silu_mul(gate_up, alternating=alternating), quantization)
+
+
+def _check_halves(gate_up: torch.Tensor) -> None:
+    check_tensors(gate_up=(gate_up, "T 2I"))
+    if gate_up.shape[1] % 2:
+        raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
 
 
 def rotate_query_key(

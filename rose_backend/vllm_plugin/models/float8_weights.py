@@ -1,7 +1,9 @@
 """Float8 weights of vLLM's linear modules, as vLLM's quantization method leaves them, for Rose's layers.
 
 A module keeps vLLM's method, which loads and multiplies. Rose's kernel for few decodes reads the memory that the method
-ends with, so both multiply by the same numbers, and each is in memory once.
+ends with, so both multiply by the same numbers, and each is in memory once. Where it is known how vLLM's kernel
+quantizes activations, the kernel in front of a product of more rows does so as well, to the same bits, and vLLM's only
+multiplies.
 """
 
 from __future__ import annotations
@@ -11,10 +13,17 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import Float8Weight, PackedLinear, pack_linear
+from rose_backend.kernels import (
+    Float8Weight,
+    InputQuantization,
+    PackedLinear,
+    QuantizedActivations,
+    pack_linear,
+)
 from rose_backend.kernels.arguments import FLOAT8_CAPABILITY, SCALED_BLOCK
 from rose_backend.layers.decoder import max_packed_float8_rows
 from rose_backend.layers.linear import Linear
@@ -34,11 +43,18 @@ ROW_KERNELS = (
     *("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
 )
 """Those for scales of rows or of the matrix that take a view [E, O] of a weight. Others, as Marlin's, rearrange it."""
+QUANTIZED_KERNELS = (
+    *("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"),
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+)
+"""Those that multiply what vLLM's CUDA kernels make of their input, and nothing else."""
 METHODS = (
     *("Fp8LinearMethod", "CompressedTensorsLinearMethod", "ModelOptLinearMethod"),
     *("Fp8PerTensorOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod"),
 )
 """vLLM's methods that are nothing but a product with such a kernel."""
+DEEP_GEMM_ROWS = 32
+"""Of a product, from which on the last of them multiplies by DeepGEMM; FlashInfer quantizes fewer by itself."""
 _CHECKED_BYTES = 1 << 26
 """Of a weight, that are looked through at once."""
 
@@ -100,6 +116,15 @@ def _compressed_scales(quant_config: Any) -> str | None:
         by_strategy = {"channel": ROWS, "tensor": MATRICES, "block": _of_blocks(weights.block_structure)}
         found.add(by_strategy.get(strategy))
     return found.pop() if len(found) == 1 else None
+
+
+def expected_quantization(scales: str, depth: int) -> InputQuantization | None:
+    """Return how vLLM's kernel most likely quantizes the input of a weight with such scales; None as by ``read``."""
+    if scales != BLOCKS:
+        return InputQuantization()
+    if depth % SCALED_BLOCK:
+        return None
+    return InputQuantization(by_group=True, powers_of_two=is_deep_gemm_e8m0_used())
 
 
 def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
@@ -169,26 +194,35 @@ class LoadedFloat8:
         module = self._module
         bias = None if module.bias is None else module.bias.data
         packed = self._pack(bias) if self._packs else None
-        if packed is None:
-            return Linear(module.weight.data, bias, many_rows=self._multiply)
-        return Linear(packed.weight, bias, packed, many_rows=self._multiply)
+        weight = module.weight.data if packed is None else packed.weight
+        quantization = None
+        if type(module.quant_method).__name__ in METHODS:
+            quantization = input_quantization(self._kernel, module)
+        return Linear(weight, bias, packed, many_rows=self._multiply, quantization=quantization)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self._module.quant_method.apply(self._module, x, self._module.bias)
+    @property
+    def _kernel(self) -> Any:
+        """vLLM's, which the method multiplies with; None of a method without one."""
+        module, method = self._module, self._module.quant_method
+        owner = module.scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
+        return getattr(owner, "fp8_linear", None) or getattr(owner, "kernel", None)
+
+    def _multiply(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
+        module = self._module
+        if isinstance(x, QuantizedActivations):
+            return _multiplied(self._kernel, module, x)
+        product: torch.Tensor = module.quant_method.apply(module, x, module.bias)
         return product
 
     def _pack(self, bias: torch.Tensor | None) -> PackedLinear | None:
         """Return the layer on vLLM's memory; None if Rose's kernel would read something else in it than vLLM's."""
-        module, method = self._module, self._module.quant_method
-        owner = module.scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
-        kernel = getattr(owner, "fp8_linear", None) or getattr(owner, "kernel", None)
-        names = [type(each).__name__ for each in (method, kernel)]
+        module = self._module
+        names = [type(each).__name__ for each in (module.quant_method, self._kernel)]
         if names[0] not in METHODS or names[1] not in (*BLOCK_KERNELS, *ROW_KERNELS):
             self.unread = " with ".join(names)
             return None
         values = module.weight.data
-        given = getattr(module, "weight_scale_inv", None)
-        scales = (module.weight_scale if given is None else given).data
+        scales = _scales_of(module).data
         num_rows, depth = module.output_size_per_partition, module.input_size_per_partition
         if names[1] in ROW_KERNELS:
             values = values.t()
@@ -204,6 +238,47 @@ class LoadedFloat8:
             return None
         self.unread, self.has_nan = None, _has_nan(values)
         return packed
+
+
+def input_quantization(kernel: Any, module: Any) -> InputQuantization | None:
+    """Return how one of vLLM's kernels quantizes a module's input; None if Rose's do not so to the same bits."""
+    name, by_group = type(kernel).__name__, type(kernel).__name__ in BLOCK_KERNELS
+    if name not in QUANTIZED_KERNELS or kernel.config.out_dtype is None:
+        return None
+    if by_group and module.input_size_per_partition % SCALED_BLOCK:
+        return None
+    if hasattr(kernel, "fallback"):
+        powers = kernel.fallback.use_deep_gemm_e8m0
+        return InputQuantization(by_group=True, powers_of_two=powers, min_rows=DEEP_GEMM_ROWS)
+    quantize = kernel.quant_fp8
+    # What vLLM can compile in the place of its kernel rounds otherwise.
+    is_known = type(quantize).__name__ == "QuantFP8" and quantize._forward_method == quantize.forward_cuda
+    is_known = is_known and tuple(quantize.group_shape) == (1, SCALED_BLOCK if by_group else -1)
+    has_bound = quantize.static or getattr(module, "input_scale_ub", None) is not None
+    if not is_known or has_bound or quantize.num_token_padding:
+        return None
+    if not by_group:
+        return InputQuantization()
+    powers, aligned = quantize.use_ue8m0, quantize.tma_aligned_scales
+    return InputQuantization(by_group=True, powers_of_two=powers, aligned_scales=aligned)
+
+
+def _multiplied(kernel: Any, module: Any, x: QuantizedActivations) -> torch.Tensor:
+    """Return what a kernel's ``apply_weights`` makes of the input that it has quantized."""
+    factors = {"A": x.values, "B": module.weight, "As": x.scales, "Bs": _scales_of(module)}
+    product: torch.Tensor
+    dtype = kernel.config.out_dtype
+    if type(kernel).__name__ in BLOCK_KERNELS:
+        product = getattr(kernel, "fallback", kernel).apply_block_scaled_mm(**factors)
+        return (product if module.bias is None else product + module.bias).to(dtype)
+    shape = [len(x.values), module.weight.shape[1]]
+    product = kernel.apply_scaled_mm(**factors, out_dtype=dtype, bias=module.bias, output_shape=shape)
+    return product
+
+
+def _scales_of(module: Any) -> Any:
+    given = getattr(module, "weight_scale_inv", None)
+    return module.weight_scale if given is None else given
 
 
 def _has_nan(values: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,13 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.models.float8_weights import BLOCKS, MATRICES, float8_scales, max_packed_rows
+from rose_backend.vllm_plugin.models.float8_weights import (
+    BLOCKS,
+    MATRICES,
+    expected_quantization,
+    float8_scales,
+    max_packed_rows,
+)
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
 
@@ -292,7 +298,8 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
                 given_bias,
                 adapters=adapters,
                 # Launches none of Rose's kernels.
-                many_rows=lambda x: x.new_empty((x.shape[0], fan_out)),
+                many_rows=lambda x: empty(len(x if isinstance(x, torch.Tensor) else x.values), fan_out),
+                quantization=expected_quantization(scales, fan_in),
             )
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
