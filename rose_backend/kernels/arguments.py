@@ -476,15 +476,16 @@ class InputQuantization:
     min_rows: int = 1
     """Fewer rows are not taken so."""
 
-    def empty(self, num_rows: int, width: int, device: torch.device) -> QuantizedActivations:
-        """Return memory for activations."""
+    def empty(self, num_rows: int, width: int, like: torch.Tensor) -> QuantizedActivations:
+        """Return memory for activations that would have the device and the type of ``like``."""
         num_groups, stride = (width // SCALED_BLOCK, num_rows) if self.by_group else (1, 1)
         if self.aligned_scales:
             stride = -(-num_rows // 4) * 4
         return QuantizedActivations(
-            torch.empty((num_rows, width), dtype=WEIGHT_DTYPE, device=device),
-            torch.empty_strided((num_rows, num_groups), (1, stride), dtype=torch.float32, device=device),
+            torch.empty((num_rows, width), dtype=WEIGHT_DTYPE, device=like.device),
+            torch.empty_strided((num_rows, num_groups), (1, stride), dtype=torch.float32, device=like.device),
             self,
+            like.dtype,
         )
 
 
@@ -497,6 +498,8 @@ class QuantizedActivations:
     scales: torch.Tensor
     """Float32, [T, 1] or [T, E / 128]: those of a group lie side by side."""
     quantization: InputQuantization
+    dtype: torch.dtype
+    """That they had, and that a product of them has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,7 @@ from rose_backend.kernels import (
     layer_norm,
     pack_linear,
     pack_norm,
+    quantize,
     rms_norm,
     rms_norm_quantized,
     silu_mul,
@@ -74,7 +75,8 @@ class Linear:
     """The host's own product, bias included, of batches that are not small. Only it knows what is in ``weight`` where
     there is no packed layer."""
     quantization: InputQuantization | None = None
-    """How ``many_rows`` also takes its input; None: as it is alone."""
+    """How ``many_rows`` takes its input, too; without it, how the library's product of a ``Float8Weight`` does. None:
+    as it is alone."""
 
     @property
     def num_inputs(self) -> int:
@@ -407,7 +409,9 @@ def fewest_halved_rows(width: int, num_processors: int) -> int:
 def _product(x: torch.Tensor | QuantizedActivations, linear: Linear) -> torch.Tensor:
     if linear.many_rows is not None:
         return linear.many_rows(x)
-    assert isinstance(x, torch.Tensor), "only a host's product takes quantized activations"
     if isinstance(linear.weight, Float8Weight):
+        if linear.quantization is not None and isinstance(x, torch.Tensor):
+            x = quantize(x, linear.quantization)
         return float8_linear(x, linear.weight, linear.bias)
+    assert isinstance(x, torch.Tensor), "products of weights in 16 bits take no others"
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

@@ -13,13 +13,15 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens
+from rose_backend.kernels import AttentionOptions, Float8Weight, HeadRotation, embed_tokens
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.decoder import Decoder, run_layers
+from rose_backend.layers.decoder import Decoder, max_packed_float8_rows, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
     ResidualStream,
+    SparseMlp,
     compute_logits,
     pack_layer,
     packs_layers,
@@ -77,6 +79,7 @@ class CausalLM(ABC):
             switches=switches,
             mlp=ResidualStream.silu_mlp if config.gated_mlp else ResidualStream.gelu_mlp,
             rotations=rotations,
+            max_packed_rows=_max_packed_rows(weights.layers[0], config.dtype),
         )
         if packs_layers(switches, config.device):
             self.pack_for_small_batches()
@@ -129,6 +132,20 @@ class CausalLM(ABC):
         for index, layer in enumerate(layers):
             # In place and one by one: matrices that change are there twice while that is done.
             layers[index] = pack_layer(layer)
+
+
+def _max_packed_rows(layer: DecoderLayer, dtype: torch.dtype) -> int | None:
+    """Return ``Decoder.max_packed_rows``. A library multiplies many rows faster in 8 bits than in 16."""
+    weight = layer.qkv.weight
+    if (
+        layer.qkv.quantization is None
+        or not isinstance(weight, Float8Weight)
+        or isinstance(layer.mlp, SparseMlp)
+    ):
+        return None
+    # Later GPUs split activations, too, but the kernel was not measured there.
+    splits = dtype is torch.bfloat16 and gpu_properties(weight.device).capability[0] == 9
+    return max_packed_float8_rows(has_blocks=weight.has_blocks, splits=splits)
 
 
 MODEL_CLASSES = {

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Float8Experts, Float8Weight
+from rose_backend.kernels import Float8Experts, Float8Weight, library_quantization
 from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.models.config import ModelConfig
@@ -155,6 +155,7 @@ class WeightReader:
         sizes = list(fan_outs.values())
         quantization = self._quantization_of(list(fan_outs))
         weight: torch.Tensor | Float8Weight
+        input_quantization = None
         if quantization is None:
             matrix = self._empty(sum(sizes), fan_in)
             for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
@@ -162,12 +163,13 @@ class WeightReader:
             weight = matrix.t()
         else:
             weight = self._float8(fan_in, fan_outs, quantization)
+            input_quantization = library_quantization(weight, self.config.dtype)
         bias = None
         if has_bias:
             bias = self._empty(sum(sizes))
             for name, part in zip(fan_outs, bias.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.bias")
-        return Linear(weight, bias)
+        return Linear(weight, bias, quantization=input_quantization)
 
     def _quantization_of(self, names: Sequence[str]) -> Quantization | None:
         """Return how linear layers that are joined are quantized; None if they are not.

@@ -47,18 +47,19 @@ def test_pointwise_kernels(capability: int) -> None:
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx
 
 
-@compiles("_silu_mul_kernel", "_norm_kernel", capabilities=(90, 100))
+@compiles("_silu_mul_kernel", "_norm_kernel", "_quantize_kernel", capabilities=(90, 100))
 def test_kernels_that_quantize(capability: int) -> None:
     weight = torch.empty(28_672, dtype=torch.bfloat16)
-    with record_launches(elementwise, "_silu_mul_kernel", "_norm_kernel") as launches:
+    with record_launches(elementwise, "_silu_mul_kernel", "_norm_kernel", "_quantize_kernel") as launches:
         for quantization in QUANTIZATIONS:
             for width in (4096, 5120, 8192):
                 x = torch.empty(4, width, dtype=torch.bfloat16)
                 elementwise.rms_norm_quantized(x, x, weight[:width], 1e-5, quantization)
+                elementwise.quantize(x, quantization)
             for width in (12_288, 14_336, 28_672):
                 x = torch.empty(4, 2 * width, dtype=torch.bfloat16)
                 elementwise.silu_mul_quantized(x, quantization, alternating=width == 14_336)
-    assert len(launches) == 18
+    assert len(launches) == 27
     for recorded in launches:
         ptx = compile_launch(overlapped(recorded, capability), capability).ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "st.global.v2.b32" in ptx and "div.rn.f32" in ptx

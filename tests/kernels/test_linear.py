@@ -15,22 +15,34 @@ from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
     Float8Weight,
+    InputQuantization,
     NormInput,
     PackedLinear,
     PackedNorm,
     empty_rows,
     float8_linear,
+    gpu_properties,
+    library_quantization,
     norm_input_of,
     pack_linear,
     pack_norm,
+    quantize,
     small_batch_linear,
     small_batch_linear_before_norm,
 )
 from rose_backend.kernels.arguments import MAX_ROWS
-from rose_backend.kernels.gpu_properties import Workspace
+from rose_backend.kernels.gpu_properties import GpuProperties, Workspace
 from rose_backend.kernels.linear import float8
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype, kernels_only
+from tests.support.implementations import (
+    GPU,
+    INTERPRETER,
+    ON_GPU,
+    REFERENCE,
+    Implementation,
+    each_dtype,
+    kernels_only,
+)
 from tests.support.linear_cases import (
     EPS,
     FLOAT8_PARTS,
@@ -403,6 +415,60 @@ def in_small_parts(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | N
         Workspace(),
     ):
         return float8_linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("implementation", [REFERENCE, ON_GPU], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_products_of_activations_in_8_bits(
+    implementation: Implementation, dtype: torch.dtype, kind: str
+) -> None:
+    generator, device = torch.Generator().manual_seed(1), implementation.device
+    for num_rows, depth, columns in ((1, 512, 272), (7, 1024, 400), (130, 1536, 4096)):
+        x, bias = torch.randn(num_rows, depth, generator=generator), torch.randn(columns, generator=generator)
+        x, bias = x.to(device, dtype), bias.to(device, dtype)
+        weight = make_float8(columns, depth, kind, device)
+        quantization = InputQuantization(by_group=kind == "blocks")
+        assert library_quantization(weight, dtype) == (None if device == "cpu" else quantization)
+        quantized = quantize(x, quantization)
+        groups = quantized.values.double().unflatten(1, (quantized.scales.shape[1], -1))
+        meant = (groups * quantized.scales[:, :, None]).flatten(1)
+        exact = meant @ weight.dequantized(torch.float32).double().T
+        plain = meant.to(dtype) @ weight.dequantized(dtype).T
+        for each, shift in ((None, 0), (bias, bias)):
+            actual = implementation(float8_linear, quantized, weight, each)
+            assert actual.dtype == dtype
+            assert_within_budget(actual, exact + shift, plain + shift)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "capability", "is_taken"),
+    [
+        ("rows", (272, 304), torch.bfloat16, (8, 9), True),
+        ("rows", (272, 304), torch.float16, (12, 0), True),
+        ("rows", (272, 304), torch.bfloat16, (8, 6), False),
+        ("rows", (272, 304), torch.float32, (9, 0), False),
+        ("rows", (272, 312), torch.bfloat16, (9, 0), False),
+        ("rows", (280, 304), torch.bfloat16, (9, 0), False),
+        ("blocks", (272, 512), torch.bfloat16, (9, 0), True),
+        ("blocks", (272, 512), torch.bfloat16, (8, 9), False),
+        ("blocks", (272, 512), torch.bfloat16, (10, 0), False),
+        ("blocks", (272, 640), torch.bfloat16, (9, 0), False),
+    ],
+)
+def test_what_a_library_multiplies_in_8_bits(
+    kind: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    is_taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = make_float8(*shape, kind, "cpu")
+    monkeypatch.setattr(Float8Weight, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(gpu_properties, "_cuda_properties", lambda _: GpuProperties(capability, 132))
+    expected = InputQuantization(by_group=kind == "blocks") if is_taken else None
+    assert library_quantization(weight, dtype) == expected
 
 
 def test_parts_of_a_weight_are_about_equal() -> None:

@@ -23,6 +23,7 @@ from rose_backend.kernels import (
     embed_tokens,
     layer_norm,
     pack_norm,
+    quantize,
     rms_norm,
     rms_norm_quantized,
     silu_mul,
@@ -189,8 +190,13 @@ def test_quantized_as_vllm(
         quantized = implementation(
             rounded_as_gpus, silu_mul_quantized, gate_up, quantization, alternating=alternating
         )
-        for got, expected in zip(bits(quantized), quantized_as_vllm(plain, quantization), strict=True):
-            assert torch.equal(got, expected)
+        # By itself, of rows that are further apart.
+        apart = torch.cat((plain, plain), 1)[:, : plain.shape[1]]
+        alone = implementation(rounded_as_gpus, quantize, apart, quantization)
+        for each in (quantized, alone):
+            for got, expected in zip(bits(each), quantized_as_vllm(plain, quantization), strict=True):
+                assert torch.equal(got, expected)
+            assert each.dtype == dtype and each.quantization == quantization
     for width in (128, 384, 1152):
         x, residual, weight, _ = make(9, width, dtype, implementation.device)
         x[1], residual[1], x[2, 3], x[3, 5] = 0.0, 0.0, math.inf, math.nan
@@ -319,6 +325,8 @@ ROWS, GROUPS = QUANTIZATIONS[:2]
         (rms_norm_quantized, (X, RESIDUAL[:-1], WEIGHT, EPS, ROWS), "residual: expected T=4, got 3"),
         (rms_norm_quantized, (X, None, WEIGHT.half(), EPS, ROWS), "weight: expected dtype torch.float32 as x"),
         (rms_norm_quantized, (X, None, WEIGHT, EPS, GROUPS), "quantization: expected a multiple of 128 columns"),
+        (quantize, (X[0], ROWS), r"x: expected shape \[T E\], got 1 dimensions"),
+        (quantize, (X, GROUPS), "quantization: expected a multiple of 128 columns, got 16"),
         (silu_mul_quantized, (X[:, 1:], ROWS), "gate_up: expected an even number of columns, got 15"),
         (silu_mul_quantized, (X, GROUPS), "quantization: expected a multiple of 128 columns, got 8"),
         (embed_tokens, (IDS.short(), IDS, X), "input_ids: expected dtype torch.int64 or torch.int32, got torch.in"),
@@ -338,10 +346,12 @@ def test_rows_past_two_to_the_31() -> None:
     assert torch.equal(layer_norm(x, weight, bias, EPS)[-50:], layer_norm(last, weight, bias, EPS))
     assert torch.equal(silu_mul(x)[-50:], silu_mul(last))
     for quantization in QUANTIZATIONS:
-        few = rms_norm_quantized(last, None, weight, EPS, quantization)[0]
-        many = rms_norm_quantized(x, None, weight, EPS, quantization)[0]
-        assert torch.equal(many.values[-50:].view(torch.uint8), few.values.view(torch.uint8))
-        assert torch.equal(many.scales[-50:], few.scales)
+        for few, many in (
+            [rms_norm_quantized(each, None, weight, EPS, quantization)[0] for each in (last, x)],
+            [quantize(each, quantization) for each in (last, x)],
+        ):
+            assert torch.equal(many.values[-50:].view(torch.uint8), few.values.view(torch.uint8))
+            assert torch.equal(many.scales[-50:], few.scales)
     expected = bias_gelu(last.clone(), bias)
     assert torch.equal(bias_gelu(x, bias)[-50:], expected)
 

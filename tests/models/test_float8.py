@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Float8Experts, Float8Weight
+from rose_backend.kernels import Float8Experts, Float8Weight, InputQuantization
 from rose_backend.layers.linear import Linear, Mlp, SparseMlp
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.quantization import Quantization
-from tests.support.float8_checkpoints import FORMATS, quantize, write_pair
-from tests.support.half_precision import judge
+from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, quantize, quantizes_inputs, write_pair
+from tests.support.half_precision import judge, logprob_errors
 from tests.support.llama_checkpoints import NUM_EXPERTS, VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.reference_generation import greedy_differences
 
@@ -134,31 +134,58 @@ ON_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "form", "changes"), ON_GPU, ids=str)
 def test_on_a_gpu(tmp_path: Path, family: str, form: str, changes: dict[str, Any]) -> None:
-    """Prompts, and decodes of 150 requests: in float32 the dense tokens, in bfloat16 no further off than dense ones."""
-    float8, dense = write_pair(tmp_path, family, form, **changes)
+    """In float32 the dense tokens; in bfloat16 no further off than transformers with activations in 8 bits, too.
+
+    Prompts, and decodes of 150 requests.
+    """
+    float8, dense = write_pair(tmp_path, family, form, **{**GPU_SIZES, **changes})
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(1, VOCAB_SIZE, length).tolist()) for length in (1, 17, 300, *[40] * 147)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
-    errors = {}
-    for path, dtype in ((float8, "float32"), (float8, "bfloat16"), (dense, "bfloat16")):
-        with LLM(str(path), device="cuda", dtype=dtype, max_num_seqs=160) as llm:
+    quantized = quantizes_inputs(float8, by_group=form == "fp8 blocks", dtype=torch.bfloat16)
+    for dtype in ("float32", "bfloat16"):
+        with LLM(str(float8), device="cuda", dtype=dtype, max_num_seqs=160) as llm:
             answers = [output.outputs[0] for output in llm.generate(list(map(list, prompts)), params)]
         tokens = [each.token_ids for each in answers]
         if dtype == "float32":
             assert not (differences := greedy_differences(dense, tuple(prompts), tokens)), differences
             continue
-        given = torch.tensor(
-            [
-                [
-                    of_token[token].logprob
-                    for of_token, token in zip(each.logprobs, each.token_ids, strict=True)
-                ]
-                for each in answers
-            ]
+        truth = judge(dense, tuple(prompts), tokens)
+        theirs = judge(dense, tuple(prompts), tokens, change=quantized)
+        error = max(
+            float((one.logprobs - other.logprobs).abs().max())
+            for one, other in zip(truth, theirs, strict=True)
         )
-        truth = torch.stack([each.logprobs for each in judge(dense, tuple(prompts), tokens)])
-        errors[path] = float((given - truth).abs().max())
-    assert errors[float8] <= 2 * errors[dense]
+        assert float(logprob_errors(truth, answers).max()) <= 2 * error
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3", "fp8 blocks"), ("llama-biases", "compressed-tensors channel"), ("qwen3-moe", "fp8 blocks")],
+)
+def test_products_of_activations_in_8_bits(
+    tmp_path: Path, family: str, form: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts, and of decodes unless layers are packed, compared with transformers' products of such activations."""
+    experts = EXPERTS | {"num_experts_per_tok": NUM_EXPERTS}
+    float8, dense = write_pair(tmp_path, family, form, **GPU_SIZES, **(experts if "moe" in family else {}))
+    by_group = form == "fp8 blocks"
+    quantization = InputQuantization(by_group=by_group)
+    monkeypatch.setattr("rose_backend.models.streaming.library_quantization", lambda *_: quantization)
+    monkeypatch.setattr("rose_backend.models.base._max_packed_rows", lambda *_: 32)
+    monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda *_: packs)
+    params = SamplingParams(temperature=0.0, max_tokens=4 if not packs else 1, ignore_eos=True, logprobs=0)
+    # One of a single token is a decode.
+    prompts = ((5, 9, 2), tuple(range(1, 60)), (VOCAB_SIZE - 1, 7))
+    with LLM(str(float8), device="cpu", dtype="float32") as llm:
+        answers = [output.outputs[0] for output in llm.generate(list(map(list, prompts)), params)]
+    tokens = [each.token_ids for each in answers]
+    change = quantizes_inputs(float8, by_group=by_group, dtype=torch.float32)
+    expected, exact = (judge(dense, prompts, tokens, change=each) for each in (change, None))
+    error = float(logprob_errors(expected, answers).max())
+    # A number at the border of two codes may become either.
+    assert error < 0.1 * float(logprob_errors(exact, answers).max())
 
 
 def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path: Path) -> None:

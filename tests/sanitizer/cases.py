@@ -176,6 +176,7 @@ def quantized(num_tokens: int, width: int) -> Case:
                 kernels.rms_norm_quantized(x, residual, residual[0], EPS, quantization)[0],
                 kernels.silu_mul_quantized(gate_up, quantization),
                 kernels.silu_mul_quantized(gate_up, quantization, alternating=True),
+                kernels.quantize(gate_up[:, :width], quantization),
             ]
         return [
             (values.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]).bfloat16()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,34 @@ def quantized(
             if module.endswith("k_proj"):  # of the K/V cache
                 stored[f"{module}.{'k_scale' if form == 'modelopt' else 'output_scale'}"] = torch.tensor(0.5)
     return stored, meant
+
+
+def quantizes_inputs(
+    float8: Path, *, by_group: bool, dtype: torch.dtype
+) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """Return what makes products of a dense checkpoint's model take activations in 8 bits, where weights are.
+
+    Args:
+        float8: the checkpoint in 8 bits. Products of experts are left as they are.
+        by_group: activations have a scale for each group of 128 columns, not for each row.
+        dtype: of the model.
+    """
+    stored = load_file(float8 / "model.safetensors")
+    names = {name.removesuffix(".weight") for name in stored if stored[name].dtype is torch.float8_e4m3fn}
+
+    def rounded(_: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        groups = given[0].float().unflatten(-1, (-1, BLOCK if by_group else given[0].shape[-1]))
+        scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / LARGEST
+        codes = (groups / scales).to(torch.float8_e4m3fn)
+        return ((codes.float() * scales).flatten(-2).to(given[0].dtype),)
+
+    def change(model: torch.nn.Module) -> torch.nn.Module:
+        for name, module in model.to(dtype).named_modules():
+            if name in names and ".experts." not in name:
+                module.register_forward_pre_hook(rounded)
+        return model
+
+    return change
 
 
 def write_description(folder: Path, form: str, ignored: list[str]) -> None:

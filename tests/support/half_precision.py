@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,9 +33,21 @@ class Judged:
 
 
 @torch.inference_mode()
-def judge(model_path: str | Path, prompts: Prompts, outputs: Sequence[Sequence[int]]) -> list[Judged]:
-    """Run prompts and outputs through transformers in float32, on a GPU where there is one."""
+def judge(
+    model_path: str | Path,
+    prompts: Prompts,
+    outputs: Sequence[Sequence[int]],
+    *,
+    change: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+) -> list[Judged]:
+    """Run prompts and outputs through transformers in float32, on a GPU where there is one.
+
+    Args:
+        change: makes another model of a copy, which is run in its place.
+    """
     model = _reference_model(model_path)
+    if change is not None:
+        model = change(copy.deepcopy(model))
     device = model.device
     alike = defaultdict(list)
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):

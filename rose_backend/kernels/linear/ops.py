@@ -7,14 +7,17 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
+    FLOAT8_CAPABILITY,
     MAX_ROWS,
     SCALED_BLOCK,
     AdapterRows,
     Adapters,
     Float8Weight,
+    InputQuantization,
     NormInput,
     PackedLinear,
     PackedNorm,
+    QuantizedActivations,
     check_norm,
     check_norm_input,
     check_same_dtype,
@@ -23,6 +26,7 @@ from rose_backend.kernels.arguments import (
     norm_input_of,
     normed_of,
 )
+from rose_backend.kernels.gpu_properties import gpu_properties
 
 _FOLDED_ROWS = 1024
 """Of a weight, that a LayerNorm is folded into at once: they are in memory in float32 meanwhile."""
@@ -194,29 +198,70 @@ def _compute(
     return out, None if next_norm is None else norm_input_of(out, next_norm)
 
 
+def library_quantization(weight: Float8Weight, dtype: torch.dtype) -> InputQuantization | None:
+    """Return how a library's product takes the input of a weight in 8 bits; None: it has none for it.
+
+    Args:
+        dtype: of the product.
+    """
+    if weight.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    (num_rows, depth), capability = weight.shape, gpu_properties(weight.device).capability
+    if weight.has_blocks:
+        # On Hopper alone, and of a multiple of four blocks: see torch.nn.functional.scaled_mm.
+        is_taken = capability[0] == 9 and depth % (4 * SCALED_BLOCK) == 0
+    else:
+        is_taken = capability >= FLOAT8_CAPABILITY and depth % _MULTIPLE == 0
+    return InputQuantization(weight.has_blocks) if is_taken and num_rows % _MULTIPLE == 0 else None
+
+
+_MULTIPLE = 16
+"""That the library's sizes in 8 bits are."""
+
+
 def float8_linear(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor | QuantizedActivations,  # [T, E]
     weight: Float8Weight,  # [O, E]
     bias: torch.Tensor | None = None,  # [O]
 ) -> torch.Tensor:
-    """Return ``x @ W.T + b``, [T, O], of any number of rows, where the weight is rounded to the type of ``x``.
+    """Return ``x @ W.T + b``, [T, O], of any number of rows.
 
     Args:
-        x: innermost stride 1.
+        x: innermost stride 1; the weight is rounded to its type. Or in 8 bits, as ``library_quantization`` says.
 
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
     weight.check()
-    check_tensors(x=(x, "T E"), values=(weight.values, "O E"))
+    values = x.values if isinstance(x, QuantizedActivations) else x
+    check_tensors(x=(values, "T E"), values=(weight.values, "O E"))
     if bias is not None:
-        check_tensors(values=(weight.values, "O E"), bias=(bias, "O"))
-        check_same_dtype(x=x, bias=bias)
+        check_tensors(values=(weight.values, "O E"), bias=(bias, "O", x.dtype))
+    if isinstance(x, QuantizedActivations):
+        return _scaled_product(x, weight, bias)
     if x.is_cuda:
         from rose_backend.kernels.linear.float8 import float8_linear as launch
 
         return launch(x, weight, bias)
     return F.linear(x, weight.dequantized(x.dtype), bias)
+
+
+def _scaled_product(x: QuantizedActivations, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    by_group = x.quantization.by_group
+    if not x.values.is_cuda:
+        groups = x.values.float().unflatten(1, (x.scales.shape[1], -1)) * x.scales[:, :, None]
+        product = F.linear(groups.flatten(1), weight.dequantized(torch.float32))
+        return (product if bias is None else product + bias).to(x.dtype)
+    return F.scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scales,
+        F.ScalingType.BlockWise1x128 if by_group else F.ScalingType.RowWise,
+        weight.scales.t(),
+        F.ScalingType.BlockWise128x128 if by_group else F.ScalingType.RowWise,
+        bias=bias,
+        output_dtype=x.dtype,
+    )
 
 
 _MAX_SLICES = 3

@@ -499,9 +499,15 @@ def silu_mul_quantized(
     alternating: bool = False,
 ) -> QuantizedActivations:
     """``rose_backend.kernels.silu_mul_quantized`` on a GPU."""
-    out = quantization.empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device)
+    out = quantization.empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up)
     _launch_silu_mul(gate_up, out.values, out, alternating=alternating)
     return out
+
+
+def _tile_of(quantized: QuantizedActivations) -> int:
+    """Return the columns of a program: a row that has one scale, or several groups."""
+    by_group = quantized.quantization.by_group
+    return _TILE if by_group else triton.next_power_of_2(quantized.values.shape[1])
 
 
 def _launch_silu_mul(
@@ -509,8 +515,7 @@ def _launch_silu_mul(
 ) -> None:
     if out.numel():
         num_tokens, width = out.shape
-        by_row = quantized is not None and not quantized.quantization.by_group
-        tile = triton.next_power_of_2(width) if by_row else _TILE
+        tile = _TILE if quantized is None else _tile_of(quantized)
         use_pdl = has_dependent_launch(out.device)
         _silu_mul_kernel[(num_tokens, triton.cdiv(width, tile))](
             gate_up,
@@ -526,6 +531,52 @@ def _launch_silu_mul(
             launch_pdl=use_pdl,
             num_warps=min(max(tile // 512, 4), 32),
         )
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize_kernel(
+    x_ptr,  # [T, E]
+    values_ptr,  # [T, E] contiguous, written
+    scales_ptr,  # [T, groups], written
+    width,
+    stride_t,
+    scale_stride,  # of groups; that of rows is 1
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (row, part of its columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * TILE
+    columns = start + tl.arange(0, TILE)
+    x = tl.load(x_ptr + token * stride_t + columns, mask=columns < width, other=0.0)
+    _store_quantized(x, token, start, width, values_ptr, scales_ptr, scale_stride, GROUPS)
+
+
+def quantize(
+    x: torch.Tensor,  # [T, E]
+    quantization: InputQuantization,
+) -> QuantizedActivations:
+    """``rose_backend.kernels.quantize`` on a GPU."""
+    out = quantization.empty(x.shape[0], x.shape[1], x)
+    if x.numel():
+        tile, use_pdl = _tile_of(out), has_dependent_launch(x.device)
+        _quantize_kernel[(x.shape[0], triton.cdiv(x.shape[1], tile))](
+            x,
+            out.values,
+            out.scales,
+            x.shape[1],
+            x.stride(0),
+            out.scales.stride(1),
+            TILE=tile,
+            GROUPS=_groups(quantization, tile),
+            PDL=use_pdl,
+            launch_pdl=use_pdl,
+            num_warps=min(max(tile // 512, 4), 32),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -632,7 +683,7 @@ def rms_norm_quantized(
     quantization: InputQuantization,
 ) -> tuple[QuantizedActivations, torch.Tensor]:
     """``rose_backend.kernels.rms_norm_quantized`` on a GPU."""
-    quantized = quantization.empty(x.shape[-2], x.shape[-1], x.device)
+    quantized = quantization.empty(x.shape[-2], x.shape[-1], x)
     return quantized, _launch(x, residual, weight, None, eps, quantized)[1]
 
 

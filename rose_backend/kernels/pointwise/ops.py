@@ -168,7 +168,7 @@ def rms_norm_quantized(
 
         return launch(x, residual, weight, eps, quantization)
     total = x if residual is None else _sum(x, residual)
-    return _quantized(rms_norm(total, weight, eps), quantization), total
+    return quantize(rms_norm(total, weight, eps), quantization), total
 
 
 def _check_groups(width: int, quantization: InputQuantization) -> None:
@@ -176,13 +176,26 @@ def _check_groups(width: int, quantization: InputQuantization) -> None:
         raise ShapeError(f"quantization: expected a multiple of {SCALED_BLOCK} columns, got {width}")
 
 
-def _quantized(x: torch.Tensor, quantization: InputQuantization) -> QuantizedActivations:
+def quantize(
+    x: torch.Tensor,  # [T, E]
+    quantization: InputQuantization,
+) -> QuantizedActivations:
     """Return activations as vLLM's kernels quantize them, in the order of their operations.
 
     Their maxima and minima pass NaN over: as a group's largest magnitude it counts for nothing, and it becomes the
     number of the bound that it meets first.
+
+    Args:
+        x: innermost stride 1.
+        quantization: on a GPU of ``FLOAT8_CAPABILITY``.
     """
-    out = quantization.empty(x.shape[0], x.shape[1], x.device)
+    check_tensors(x=(x, "T E"))
+    _check_groups(x.shape[1], quantization)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise.elementwise import quantize as launch
+
+        return launch(x, quantization)
+    out = quantization.empty(x.shape[0], x.shape[1], x)
     groups = x.float().unflatten(1, (-1, x.shape[1] // out.scales.shape[1]))
     largest = torch.where(groups.isnan(), 0.0, groups.abs()).amax(2)
     upper = torch.tensor(LARGEST_FLOAT8, device=x.device)
@@ -281,7 +294,7 @@ def silu_mul_quantized(
         from rose_backend.kernels.pointwise.elementwise import silu_mul_quantized as launch
 
         return launch(gate_up, quantization, alternating=alternating)
-    return _quantized(silu_mul(gate_up, alternating=alternating), quantization)
+    return quantize(silu_mul(gate_up, alternating=alternating), quantization)
 
 
 def _check_halves(gate_up: torch.Tensor) -> None:
