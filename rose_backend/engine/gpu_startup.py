@@ -135,7 +135,7 @@ def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
     """Return numbers of tokens: any other number has the tile configuration of one of these, or of one token."""
     counts = [fewest_halved_rows(model.hidden_size, num_processors)]
     if (experts := model.experts) is not None:
-        counts += [pairs * experts.num_experts // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]
+        counts += [int(pairs * experts.num_experts) // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]
     return counts
 
 

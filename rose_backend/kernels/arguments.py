@@ -472,18 +472,18 @@ class InputQuantization:
     powers_of_two: bool = False
     """Scales of groups are rounded up to powers of two (UE8M0)."""
     aligned_scales: bool = False
-    """A group's scales begin at a multiple of 4 rows, as TMA reads them."""
+    """A group's scales begin at a multiple of 4 rows, as TMA reads them. There is memory for so many rows."""
     min_rows: int = 1
     """Fewer rows are not taken so."""
 
     def empty(self, num_rows: int, width: int, like: torch.Tensor) -> QuantizedActivations:
         """Return memory for activations that would have the device and the type of ``like``."""
-        num_groups, stride = (width // SCALED_BLOCK, num_rows) if self.by_group else (1, 1)
-        if self.aligned_scales:
-            stride = -(-num_rows // 4) * 4
+        num_groups = width // SCALED_BLOCK if self.by_group else 1
+        rows = -(-num_rows // 4) * 4 if self.aligned_scales else num_rows
+        shape, strides = (rows, num_groups), (1, rows if self.by_group else 1)
         return QuantizedActivations(
-            torch.empty((num_rows, width), dtype=WEIGHT_DTYPE, device=like.device),
-            torch.empty_strided((num_rows, num_groups), (1, stride), dtype=torch.float32, device=like.device),
+            torch.empty((rows, width), dtype=WEIGHT_DTYPE, device=like.device)[:num_rows],
+            torch.empty_strided(shape, strides, dtype=torch.float32, device=like.device)[:num_rows],
             self,
             like.dtype,
         )

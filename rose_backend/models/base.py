@@ -21,7 +21,6 @@ from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
     ResidualStream,
-    SparseMlp,
     compute_logits,
     pack_layer,
     packs_layers,
@@ -137,11 +136,7 @@ class CausalLM(ABC):
 def _max_packed_rows(layer: DecoderLayer, dtype: torch.dtype) -> int | None:
     """Return ``Decoder.max_packed_rows``. A library multiplies many rows faster in 8 bits than in 16."""
     weight = layer.qkv.weight
-    if (
-        layer.qkv.quantization is None
-        or not isinstance(weight, Float8Weight)
-        or isinstance(layer.mlp, SparseMlp)
-    ):
+    if layer.qkv.quantization is None or not isinstance(weight, Float8Weight):
         return None
     # Later GPUs split activations, too, but the kernel was not measured there.
     splits = dtype is torch.bfloat16 and gpu_properties(weight.device).capability[0] == 9

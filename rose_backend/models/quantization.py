@@ -16,7 +16,7 @@ from rose_backend.errors import ModelError
 
 _BLOCK = [128, 128]
 UNUSED_SUFFIXES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
-"""Scales of activations, which stay in 16 bits, and of K/V caches, by their older names, too."""
+"""Scales of activations, whose own are computed, and of K/V caches, by their older names, too."""
 _FIELD = "config.json: quantization_config"
 
 

@@ -428,17 +428,22 @@ def test_products_of_activations_in_8_bits(
         x, bias = torch.randn(num_rows, depth, generator=generator), torch.randn(columns, generator=generator)
         x, bias = x.to(device, dtype), bias.to(device, dtype)
         weight = make_float8(columns, depth, kind, device)
-        quantization = InputQuantization(by_group=kind == "blocks")
+        quantization = InputQuantization(by_group=kind == "blocks", aligned_scales=kind == "blocks")
         assert library_quantization(weight, dtype) == (None if device == "cpu" else quantization)
         quantized = quantize(x, quantization)
         groups = quantized.values.double().unflatten(1, (quantized.scales.shape[1], -1))
         meant = (groups * quantized.scales[:, :, None]).flatten(1)
         exact = meant @ weight.dequantized(torch.float32).double().T
         plain = meant.to(dtype) @ weight.dequantized(dtype).T
+        # What rounding activations to 8 bits costs.
+        cost = (x.double() @ weight.dequantized(torch.float32).double().T - exact).norm()
         for each, shift in ((None, 0), (bias, bias)):
             actual = implementation(float8_linear, quantized, weight, each)
-            assert actual.dtype == dtype
-            assert_within_budget(actual, exact + shift, plain + shift)
+            assert actual.dtype == dtype and actual.shape == exact.shape
+            if kind == "blocks" or not implementation.has_kernels:
+                assert_within_budget(actual, exact + shift, plain + shift)
+            # Sums of rows are of fewer bits.
+            assert (actual.double() - exact - shift).norm() < cost / 8
 
 
 @pytest.mark.parametrize(
@@ -467,7 +472,8 @@ def test_what_a_library_multiplies_in_8_bits(
     weight = make_float8(*shape, kind, "cpu")
     monkeypatch.setattr(Float8Weight, "device", torch.device("cuda", 0))
     monkeypatch.setattr(gpu_properties, "_cuda_properties", lambda _: GpuProperties(capability, 132))
-    expected = InputQuantization(by_group=kind == "blocks") if is_taken else None
+    by_group = kind == "blocks"
+    expected = InputQuantization(by_group=by_group, aligned_scales=by_group) if is_taken else None
     assert library_quantization(weight, dtype) == expected
 
 

@@ -171,7 +171,7 @@ def test_products_of_activations_in_8_bits(
     experts = EXPERTS | {"num_experts_per_tok": NUM_EXPERTS}
     float8, dense = write_pair(tmp_path, family, form, **GPU_SIZES, **(experts if "moe" in family else {}))
     by_group = form == "fp8 blocks"
-    quantization = InputQuantization(by_group=by_group)
+    quantization = InputQuantization(by_group=by_group, aligned_scales=by_group)
     monkeypatch.setattr("rose_backend.models.streaming.library_quantization", lambda *_: quantization)
     monkeypatch.setattr("rose_backend.models.base._max_packed_rows", lambda *_: 32)
     monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda *_: packs)

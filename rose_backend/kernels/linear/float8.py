@@ -1,7 +1,7 @@
 """Float8 weights on a GPU: numbers of 8 bits in registers, activations as sums of two of them, products of many rows.
 
-A product of many rows takes as long as its multiplications. So the matrix is written in the type of ``x``, a part at a
-time that fits the L2 cache, and a library multiplies it.
+A product of many rows takes as long as its multiplications. Where a library has none of activations in 8 bits, it
+multiplies the matrix in the type of ``x``, which is written a part at a time that fits the L2 cache.
 """
 
 from __future__ import annotations

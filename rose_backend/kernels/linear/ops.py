@@ -206,13 +206,16 @@ def library_quantization(weight: Float8Weight, dtype: torch.dtype) -> InputQuant
     """
     if weight.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
-    (num_rows, depth), capability = weight.shape, gpu_properties(weight.device).capability
+    num_rows, depth = weight.shape
+    capability = gpu_properties(weight.device).capability
     if weight.has_blocks:
         # On Hopper alone, and of a multiple of four blocks: see torch.nn.functional.scaled_mm.
         is_taken = capability[0] == 9 and depth % (4 * SCALED_BLOCK) == 0
     else:
         is_taken = capability >= FLOAT8_CAPABILITY and depth % _MULTIPLE == 0
-    return InputQuantization(weight.has_blocks) if is_taken and num_rows % _MULTIPLE == 0 else None
+    if not is_taken or num_rows % _MULTIPLE:
+        return None
+    return InputQuantization(by_group=weight.has_blocks, aligned_scales=weight.has_blocks)
 
 
 _MULTIPLE = 16
@@ -247,21 +250,31 @@ def float8_linear(
 
 
 def _scaled_product(x: QuantizedActivations, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    by_group = x.quantization.by_group
-    if not x.values.is_cuda:
-        groups = x.values.float().unflatten(1, (x.scales.shape[1], -1)) * x.scales[:, :, None]
+    values, by_group = x.values, x.quantization.by_group
+    num_rows, depth = values.shape
+    if not values.is_cuda:
+        groups = values.float().unflatten(1, (x.scales.shape[1], -1)) * x.scales[:, :, None]
         product = F.linear(groups.flatten(1), weight.dequantized(torch.float32))
         return (product if bias is None else product + bias).to(x.dtype)
-    return F.scaled_mm(
-        x.values,
+    scales = x.scales
+    if by_group:
+        # With the rows behind the last one, whatever they are: the library takes a multiple of 4.
+        rows = scales.stride(1)
+        values = values.as_strided((rows, depth), (depth, 1))
+        scales = scales.as_strided((rows, scales.shape[1]), (1, rows))
+    product = F.scaled_mm(
+        values,
         weight.values.t(),
-        x.scales,
+        scales,
         F.ScalingType.BlockWise1x128 if by_group else F.ScalingType.RowWise,
-        weight.scales.t(),
+        weight.scales.contiguous().t(),
         F.ScalingType.BlockWise128x128 if by_group else F.ScalingType.RowWise,
         bias=bias,
         output_dtype=x.dtype,
+        # As vLLM's CUTLASS product does; by groups, sums are exact after each of them.
+        use_fast_accum=not by_group,
     )
+    return product[:num_rows]
 
 
 _MAX_SLICES = 3

@@ -187,9 +187,7 @@ def choose_expert_config(
 _EXPERTS = Table("experts", ExpertConfig, ("exact", "tma", "gated", "pairs_per_expert"))
 _FLOAT8_EXPERTS = Table("float8 experts", ExpertConfig, ("gated", "pairs_per_expert"))
 TUNED_PAIRS_PER_EXPERT = tuple(
-    sorted(
-        {int(pairs) for table in (_EXPERTS, _FLOAT8_EXPERTS) for pairs in table.borders("pairs_per_expert")}
-    )
+    sorted({pairs for table in (_EXPERTS, _FLOAT8_EXPERTS) for pairs in table.borders("pairs_per_expert")})
 )
 """Pairs of token and expert, on average over the experts, above which the choice changes, on one GPU or another."""
 
