@@ -65,11 +65,12 @@ def asking(num_logprobs: int | None, **fields: Any) -> SamplingParams:
     return replace(GREEDY, max_tokens=4, prompt_logprobs=num_logprobs, **fields)
 
 
-@pytest.mark.parametrize("budget", [7, 64, 2048])
+@pytest.mark.parametrize(("budget", "run_ahead"), [(7, 2), (64, 0), (2048, 1)])
 @pytest.mark.parametrize("name", NAMES)
-def test_values_are_those_of_transformers(name: str, budget: int) -> None:
+def test_values_are_those_of_transformers(name: str, budget: int, run_ahead: int) -> None:
     numbers = [3, 0, 20, None, 1]
-    with LLM(str(MODELS / name), dtype="float32", max_num_batched_tokens=budget, max_num_seqs=7) as llm:
+    options = {"max_num_batched_tokens": budget, "run_ahead": run_ahead, "max_num_seqs": 7}
+    with LLM(str(MODELS / name), dtype="float32", **options) as llm:
         prompts = [TEXT, "The rose", IDS, TEXT, [5]]
         # The last one has siblings; of the fourth, nothing is reported.
         params = [asking(number, n=3 if number == 1 else 1) for number in numbers]
@@ -114,7 +115,10 @@ def test_no_cached_prefix_is_used_and_what_is_computed_is_cached(llm: LLM, salt:
 
 def test_prompts_in_one_step_wait_for_no_shared_prefix(llm: LLM) -> None:
     prompts = [[*range(100, 230), last] for last in (1, 2, 3)]
-    for output in llm.generate(prompts, [asking(None), asking(1), asking(0)])[1:]:
+    num_steps = llm.stats.steps
+    outputs = llm.generate(prompts, [asking(None), asking(1), asking(0)])
+    assert llm.stats.steps == num_steps + 4
+    for output in outputs[1:]:
         assert output.num_cached_tokens == 0
         check(output, 1 if output.prompt_token_ids[-1] == 2 else 0)
 
