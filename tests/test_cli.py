@@ -112,7 +112,7 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
     source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [
         {"prompt": "The king", "max_tokens": 30},
-        {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1},
+        {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1, "prompt_logprobs": 0},
         {"prompt": "Die Rose blüht", "stop": "e", "n": 2, "seed": 1, "temperature": 0.7},
         {
             "prompt": "The king",
@@ -138,6 +138,8 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
                 c.finish_reason for c in output.outputs
             ]
     assert len(records[1]["outputs"][0]["logprobs"]) == 2
+    assert [each and list(each) for each in records[1]["prompt_logprobs"]] == [None, ["6"], ["7"]]
+    assert "prompt_logprobs" not in records[0]
     captured = capsys.readouterr()
     assert captured.out == ""
     num_tokens = sum(len(each["token_ids"]) for record in records for each in record["outputs"])

@@ -72,6 +72,7 @@ OTHER_PROGRAMS = {
         "cp",
         "curl",
         "docker",
+        "lm_eval",
         "echo",
         "export",
         "git",

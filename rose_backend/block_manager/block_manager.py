@@ -185,7 +185,12 @@ class BlockManager(Books):
         return total
 
     def add(
-        self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
+        self,
+        token_ids: Int32Array,
+        *,
+        namespace: bytes = b"",
+        match: PrefixMatch | None = None,
+        counts_lookup: bool = True,
     ) -> AddedSequence | None:
         """Give a new sequence a row that already reads the longest cached prefix of its prompt.
 
@@ -193,6 +198,7 @@ class BlockManager(Books):
             token_ids: the prompt, int32 ``[P]``, at least one token.
             namespace: see ``match``.
             match: an earlier answer of ``match`` for the same prompt; looked up again if the cache has changed.
+            counts_lookup: False for a prompt that must not use the cache: it is no miss.
 
         Returns:
             None when all rows are taken. No block is allocated here; ``reserve`` does that.
@@ -218,6 +224,7 @@ class BlockManager(Books):
             start_from_checkpoint(self, self.states, row, match.checkpoint)
         if self.cache is not None:
             table.num_known[row] = match.num_known_tokens
+        if self.cache is not None and counts_lookup:
             self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
         return AddedSequence(row, match.num_tokens)
 

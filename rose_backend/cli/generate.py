@@ -18,7 +18,7 @@ from rose_backend.cli.options import (
     engine_config,
     sampling_options,
 )
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprob
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprobs
 from rose_backend.engine.process_settings import note_imports
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError
@@ -170,13 +170,16 @@ def _parse_line(line: str, given: dict[str, Any], *, source: str) -> tuple[Promp
 
 
 def _as_record(index: int, output: RequestOutput) -> dict[str, Any]:
-    return {
+    record: dict[str, Any] = {
         "index": index,
         "prompt": output.prompt if output.prompt is not None else output.prompt_token_ids,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "outputs": [_completion_record(completion) for completion in output.outputs],
     }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [json_logprobs(each) for each in output.prompt_logprobs]
+    return record
 
 
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
@@ -189,11 +192,5 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
     if completion.logprobs is not None:
         total = completion.cumulative_logprob
         record["cumulative_logprob"] = total if total is not None and math.isfinite(total) else None
-        record["logprobs"] = [
-            {
-                str(token_id): {**entry._asdict(), "logprob": json_logprob(entry.logprob)}
-                for token_id, entry in position.items()
-            }
-            for position in completion.logprobs
-        ]
+        record["logprobs"] = [json_logprobs(each) for each in completion.logprobs]
     return record

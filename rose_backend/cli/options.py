@@ -75,6 +75,7 @@ _SAMPLING_HELP = {
     "ignore_eos": "continue after the end-of-text token",
     "include_stop_str_in_output": "keep the stop string at the end of the text",
     "logprobs": "log-probabilities of this many most likely tokens (in the output file)",
+    "prompt_logprobs": "the same of the prompt's tokens; they are computed without cached prefixes",
     "skip_special_tokens": "leave special tokens out of the text",
     "structured_outputs": 'what the text is to be, such as \'{"choice": ["red", "white"]}\'',
 }

@@ -51,7 +51,8 @@ _SERVER_HELP = {
     "keep_alive_timeout_s": "seconds that a connection may stay idle between requests (default: %(default)g)",
     "max_prompts": "prompts of one request (default: %(default)s)",
     "max_answer_tokens": "tokens that one request may ask for: prompts x n x max_tokens x (1 + log-probabilities), and "
-    "each character of an echoed prompt; a single completion may always fill the window (default: %(default)s)",
+    "each character of an echoed prompt and log-probability of a prompt; a single completion may always fill the "
+    "window (default: %(default)s)",
     "drain_timeout_s": "seconds that running requests may go on after SIGTERM (default: %(default)s)",
     "send_timeout_s": "seconds after which a client that reads nothing of its answer is cut off and its request "
     "aborted; 0 waits for ever (default: %(default)s)",

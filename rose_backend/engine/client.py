@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.outputs import Counters, GrowingCompletions, RequestOutput
+from rose_backend.engine.outputs import Counters, GrowingCompletions, PromptLogprobs, RequestOutput
 from rose_backend.engine.request import InputProcessor, ProcessedInput, check_request_id
 from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 
@@ -30,6 +30,7 @@ class OutputStream:
     loop: asyncio.AbstractEventLoop
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     """Of an engine whose answers come without prompts; shared by all outputs."""
     num_posted: int = 0
     """Deliveries that another thread has scheduled for ``put``; counted by that thread alone."""

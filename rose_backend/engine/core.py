@@ -356,6 +356,8 @@ class EngineCore:
             self._output_thread.wait()
 
     def _process_tokens(self, sampled: SampledTokens) -> None:
+        if sampled.prompts is not None:
+            self._output_thread.post(sampled.prompts)
         slots = sampled.batch.slots
         has_token = sampled.token_ids >= 0
         num_tokens = int(np.count_nonzero(has_token))

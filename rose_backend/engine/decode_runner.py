@@ -446,9 +446,20 @@ def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
     # A row without a token to choose has a negative one. It ends there, and reports nothing.
     token_ids = drawn.token_ids.clamp(min=0)
     rank = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
-    numbers = [rank[:, None], drawn.top_token_ids]
-    rank_bits, token_bits = (each.to(torch.int32).view(torch.float32) for each in numbers)
-    return torch.cat([drawn.logprob[:, None], rank_bits, drawn.top_logprobs, token_bits], dim=1)
+    return pack_words(drawn.logprob, rank, drawn.top_logprobs, drawn.top_token_ids)
+
+
+def pack_words(
+    logprob: torch.Tensor,  # [S] float32
+    rank: torch.Tensor,  # [S]
+    top_logprobs: torch.Tensor,  # [S, K] float32
+    top_token_ids: torch.Tensor,  # [S, K]
+) -> torch.Tensor:
+    """Return ``LogprobWords`` of their parts, on their device."""
+    rank_bits, token_bits = (
+        each.to(torch.int32).view(torch.float32) for each in (rank[:, None], top_token_ids)
+    )
+    return torch.cat([logprob[:, None], rank_bits, top_logprobs, token_bits], dim=1)
 
 
 _HIGH_PRIORITY = -1

@@ -27,6 +27,7 @@ from rose_backend.engine.remote_engine import (
     Add,
     GetCounters,
     OutputBatch,
+    PromptPiece,
     Ready,
     Refused,
     StartUp,
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 EXIT_DEAD = 1
 _MAX_UNACKED_BATCHES = 2
 """One that the API process handles, one in transit. Outputs made meanwhile are merged per request."""
+_PIECE_BYTES = 1 << 18
+"""Of a prompt's log-probabilities: a message that is read in less than a millisecond."""
 
 
 class EngineProcess:
@@ -64,6 +67,8 @@ class EngineProcess:
         # Each is changed by one thread alone: the output thread, the reader.
         self._num_batches = 0
         self._num_acks = 0
+        # Requests whose prompts' log-probabilities were sent, until their last output. For the output thread.
+        self._with_prompt: set[str] = set()
         self._tokenizer: Future[TokenizerParts] = Future()
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
         self._steps = StepLoop(config, OutputHandler(self._deliver, self._is_ready), self._tokenizer)
@@ -107,8 +112,19 @@ class EngineProcess:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         if outputs:
+            self._send_prompt_logprobs(outputs)
             self._num_batches += 1
             self._send(OutputBatch([pack(output) for output in outputs]))
+
+    def _send_prompt_logprobs(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            request_id, logprobs = output.request_id, output.prompt_logprobs
+            if logprobs is not None and request_id not in self._with_prompt:
+                self._with_prompt.add(request_id)
+                for first, words in logprobs.pieces(_PIECE_BYTES):
+                    self._send(PromptPiece(request_id, first, words))
+            if output.finished:
+                self._with_prompt.discard(request_id)
 
     # In the reader's thread.
 

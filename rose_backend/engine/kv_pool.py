@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.prompt_logprobs import LOGITS_BYTES
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.models.config import ModelConfig
@@ -74,14 +75,16 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Return an upper bound of what the largest step takes in addition to weights and KV pool.
 
     Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
-    each: float32 raw, scaled, sorted and of captured steps, and int64 indices. Prompt masks and output counts for
+    each: float32 raw, scaled, sorted and of captured steps, and int64 indices; at least those of two parts of a
+    prompt whose log-probabilities are asked for. Prompt masks and output counts for
     penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With float8
     weights, the part of one that is written in half precision, and another for prompts beside decodes. Of each request
     slot bitmasks of a grammar and of logits processors, and their tables. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
     num_rows = min(config.max_num_seqs, config.token_budget)
-    logits = num_rows * model.vocab_size * 24
+    of_prompts = min(config.token_budget * model.vocab_size * 4, LOGITS_BYTES)
+    logits = max(num_rows * model.vocab_size * 24, 2 * of_prompts)
     penalties = (config.max_num_seqs + num_rows) * model.vocab_size * 5
     float8 = 2 * constants("float8 products")["bytes"] if model.quantization is not None else 0
     processors = config.max_num_seqs * (_PROCESSOR_BYTES + model.vocab_size // 4)

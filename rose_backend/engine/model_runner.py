@@ -30,6 +30,7 @@ from rose_backend.engine.decode_runner import (
     sampling_tensors,
 )
 from rose_backend.engine.progress import show_progress
+from rose_backend.engine.prompt_logprobs import PendingReport, ReportedRows, report_prompts, take_rows
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
 from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_unfused
@@ -222,6 +223,8 @@ class Forwarded:
     chunks: Chunks | None
     hidden: Hidden | None
     """None without chunks, and where ``ModelRunner.side`` computes them."""
+    report: PendingReport | None = None
+    """Log-probabilities of prompts; None where no prompt asks for them."""
 
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
@@ -322,12 +325,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_draws(self) -> None:
-        """Draw in each way that ``sample`` can, for a request slot without a completion: kernels are compiled there."""
+        """Draw and report in each way that a step can, for a request slot without a completion, where kernels are
+        compiled."""
         slots = np.zeros(1, np.int32)
         params = self._sampling_tensors(slots)
-        logits = self._model.compute_logits(self._kv_cache.new_zeros((1, self._model.config.hidden_size)))
+        hidden = self._kv_cache.new_zeros((1, self._model.config.hidden_size))
+        logits = self._model.compute_logits(hidden)
         self._sample_tokens(logits, params)
         self._extras.draw(logits, params, slots)
+        one_row = np.zeros(1, np.int64)
+        report_prompts(self._model, hidden, ReportedRows([], one_row, one_row, np.ones(1, np.int32)))
 
     def capture_prompts(self) -> None:
         """Capture forward passes over prompts in CUDA graphs."""
@@ -387,14 +394,19 @@ class ModelRunner:
         split, decode_step, decode_rows = step.num_decodes, 0, np.empty(0, np.int64)
         if split:
             decode_step, decode_rows = self.decoder.enqueue(step.slots[:split])
-        chunks, hidden = None, None
+        chunks, hidden, report = None, None, None
         if split < len(step.slots):
             chunks = self._make_chunks(step.slots[split:], step.num_new_tokens[split:])
             if side is not None:
                 side.begin(functools.partial(self._forward_chunks, chunks.inputs))
-            else:
+            elif (reported := self._take_reported_rows(chunks)) is None:
                 hidden = self._forward_chunks(chunks.inputs)
-        return Forwarded(step.slots[:split], decode_step, decode_rows, chunks, hidden)
+            else:
+                states = self._launch_chunks(chunks.inputs, last_tokens_only=False)
+                report = report_prompts(self._model, states, reported)
+                (last_tokens,) = upload(self._device, chunks.inputs.query_start_loc[1:].astype(np.int64) - 1)
+                hidden = Hidden(states[last_tokens], False)
+        return Forwarded(step.slots[:split], decode_step, decode_rows, chunks, hidden, report)
 
     @torch.inference_mode()
     def sample(
@@ -480,6 +492,10 @@ class ModelRunner:
         """Compute chunks. Those of one token are chunks, too: captured or not, one kernel."""
         if self.prompts is not None and (hidden := self.prompts.run(inputs)) is not None:
             return Hidden(hidden, True)
+        return Hidden(self._launch_chunks(inputs, last_tokens_only=True), False)
+
+    def _launch_chunks(self, inputs: PassInputs, *, last_tokens_only: bool) -> torch.Tensor:
+        """Compute chunks without a graph; return hidden states ``[R, E]`` of last tokens only, or ``[T, E]``."""
         positions, counts = inputs.positions, np.diff(inputs.query_start_loc)
         rows = np.repeat(np.arange(len(counts)), counts)
         blocks = inputs.block_table[rows, positions // self._block_size].astype(np.int64)
@@ -487,9 +503,18 @@ class ModelRunner:
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
         metadata = AttentionMetadata(
-            query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0, last_tokens_only=True
+            query_start_loc,
+            num_computed,
+            block_table,
+            slot_mapping,
+            num_decodes=0,
+            last_tokens_only=last_tokens_only,
         )
-        return Hidden(self._model.forward(ids, where, self._kv_cache, metadata), False)
+        return self._model.forward(ids, where, self._kv_cache, metadata)
+
+    def _take_reported_rows(self, chunks: Chunks) -> ReportedRows | None:
+        """Return what a pass over ``chunks`` reports of prompts; None for nothing."""
+        return take_rows(self._state, chunks.slots, chunks.inputs.num_computed_tokens, chunks.num_new_tokens)
 
     def _sampling_tensors(self, slots: Int32Array) -> SamplingTensors:
         inputs = self._sampling_inputs(slots)

@@ -25,6 +25,7 @@ from rose_backend.engine.outputs import (
     FinishReason,
     GrowingCompletions,
     Logprob,
+    LogprobWords,
     RequestOutput,
 )
 from rose_backend.engine.request import Completion, CompletionText, Request
@@ -39,10 +40,6 @@ from rose_backend.engine.tokenizer import (
     text_of,
 )
 from rose_backend.errors import RequestError
-
-LogprobWords = NDArray[np.float32]
-"""``[S, 2 + 2K]``, of the rows sampled in a step: log-probability and rank of the sampled token (1 = most likely), then
-the K largest log-probabilities, falling, and their tokens. Rank and tokens are the bits of int32 numbers."""
 
 
 def logprobs_entry(
@@ -86,6 +83,23 @@ class NewTokens:
     """Some of the tokens are the first ones of their completion."""
 
 
+class PromptRows(NamedTuple):
+    """Some tokens of one prompt whose log-probabilities a step has computed."""
+
+    request: Request
+    first: int
+    """Index of the first of these tokens in the prompt."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of prompts that one step has computed, part after part. A preemption brings some again."""
+
+    parts: list[PromptRows]
+    words: LogprobWords
+
+
 @dataclass(frozen=True, slots=True)
 class IncrementalTokens:
     """Some tokens of ``N`` completions without ``needs_each_token``, detokenized before these end.
@@ -120,9 +134,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def process(
-        self, message: NewTokens | IncrementalTokens | Abort
-    ) -> tuple[list[Request], dict[Completion, StopCheck]]:
+    def process(self, message: Message) -> tuple[list[Request], dict[Completion, StopCheck]]:
         """Update completions.
 
         Returns:
@@ -132,6 +144,9 @@ class OutputProcessor:
             return self._abort(message.request), {}
         if isinstance(message, IncrementalTokens):
             self._take_incremental(message)
+            return [], {}
+        if isinstance(message, PromptReport):
+            _keep_prompt_logprobs(message)
             return [], {}
         stop_checks: dict[Completion, StopCheck] = {}
         touched: dict[Request, None] = {}
@@ -157,6 +172,8 @@ class OutputProcessor:
     def request_output(self, request: Request) -> RequestOutput:
         """Return what is new in the request since its previous output; all of a stream share the prompt's list."""
         request.has_output = True
+        # The prompt's report comes before the first token. None comes where that failed, or after an abort.
+        has_prompt_logprobs = any(each.text.token_ids for each in request.completions)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -165,6 +182,7 @@ class OutputProcessor:
             finished=request.is_finished,
             num_cached_tokens=request.num_cached_tokens or 0,
             scheduled_s=request.scheduled_s,
+            prompt_logprobs=request.prompt_logprobs if has_prompt_logprobs else None,
         )
 
     def _abort(self, request: Request) -> list[Request]:
@@ -288,6 +306,14 @@ class OutputProcessor:
         return stream.extend(shown) + stream.close()
 
 
+def _keep_prompt_logprobs(report: PromptReport) -> None:
+    end = 0
+    for request, first, num_tokens in report.parts:
+        start, end = end, end + num_tokens
+        assert request.prompt_logprobs is not None, "it has asked for them"
+        request.prompt_logprobs.write(first, report.words[start:end])
+
+
 def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
     """Add the first ``num_tokens`` tokens to the stream, unless it has them; returns the stop string it found."""
     new = text.token_ids[text.num_decoded : num_tokens]
@@ -345,7 +371,7 @@ def _shown_token_ids(completion: Completion) -> list[int]:
     return token_ids if _shows_last_token(completion) else token_ids[:-1]
 
 
-Message = NewTokens | IncrementalTokens | Abort
+Message = NewTokens | IncrementalTokens | PromptReport | Abort
 
 _RETRY_S = 0.01
 """How soon a stream that was not ready for an output is checked again when no message arrives before."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.engine.tokenizer import MAX_TOKENS_BEFORE, TokenTexts
 
 
 @dataclass(slots=True)
@@ -76,6 +82,83 @@ def json_logprob(logprob: float) -> float | None:
     return max(logprob, _MIN_LOGPROB) if logprob < math.inf else None
 
 
+LogprobWords: TypeAlias = NDArray[np.float32]
+"""``[N, 2 + 2K]``, of N tokens: log-probability and rank of the token (1 = most likely), then the K largest
+log-probabilities at its place, falling, and their tokens. Rank and tokens are the bits of int32 numbers."""
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """Of each token of a prompt its log-probability and the most likely tokens, the token itself first; None for the
+    first token, which nothing comes before.
+
+    Entries are made when they are looked at: those of a long prompt would take many times the memory of their numbers.
+
+    Args:
+        token_ids: ``[P]`` of the prompt.
+        num_logprobs: most likely tokens of each place.
+    """
+
+    def __init__(self, token_ids: NDArray[np.int32], num_logprobs: int, texts: TokenTexts) -> None:
+        self.token_ids = token_ids
+        self._num_logprobs = num_logprobs
+        self._texts = texts
+        # np.empty touches no memory, so a prompt that waits takes none.
+        self._words: LogprobWords = np.empty((len(token_ids) - 1, 2 + 2 * num_logprobs), np.float32)
+
+    def write(self, first: int, words: LogprobWords) -> None:
+        """Write those of the tokens from index ``first`` on; ``words`` may have more of the most likely tokens."""
+        count, first_token = self._num_logprobs, 1 + words.shape[1] // 2
+        own = self._words[first - 1 :][: len(words)]
+        own[:, : 2 + count] = words[:, : 2 + count]
+        own[:, 2 + count :] = words[:, first_token : first_token + count]
+
+    def pieces(self, num_bytes: int) -> Iterator[tuple[int, LogprobWords]]:
+        """Yield the arguments of ``write`` that make a copy, each with at most so many bytes, or one token."""
+        step = max(num_bytes // (4 * self._words.shape[1]), 1)
+        for first in range(0, len(self._words), step):
+            yield first + 1, self._words[first : first + step]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        places = range(len(self))[index]
+        return self._entry(places) if isinstance(places, int) else [self._entry(each) for each in places]
+
+    def _entry(self, place: int) -> dict[int, Logprob] | None:
+        if place == 0:
+            return None
+        words, count = self._words[place - 1], self._num_logprobs
+        numbers = words.view(np.int32)
+        # As in vLLM, a part of a character is completed by tokens before it, the first one apart.
+        before = self.token_ids[max(place - MAX_TOKENS_BEFORE, 1) : place].tolist()
+        token_ids = [int(self.token_ids[place]), *numbers[2 + count :].tolist()]
+        logprobs = [float(words[0]), *words[2 : 2 + count].tolist()]
+        ranks = [int(numbers[1]), *range(1, count + 1)]
+        return {
+            token_id: Logprob(logprob, rank, self._texts.text(token_id, before))
+            for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True)
+        }
+
+
+def json_logprobs(
+    candidates: dict[int, Logprob] | None,
+) -> dict[str, dict[str, float | int | str | None]] | None:
+    """Return the candidates at one place as JSON can hold them, in vLLM's form."""
+    if candidates is None:
+        return None
+    return {
+        str(token_id): {**entry._asdict(), "logprob": json_logprob(entry.logprob)}
+        for token_id, entry in candidates.items()
+    }
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's ``n`` texts, up to now.
@@ -119,6 +202,8 @@ class RequestOutput:
     """Prompt tokens whose K/V came from the prefix cache."""
     scheduled_s: float | None = None
     """``time.monotonic`` when the engine began to compute it; None while it waits for that."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """None unless asked for, and before there is a token. All outputs of a stream share it."""
 
 
 class GrowingCompletions:

@@ -28,7 +28,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import rose_backend
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import EngineClient, OutputStream
-from rose_backend.engine.outputs import CompletionOutput, Counters, RequestOutput
+from rose_backend.engine.outputs import (
+    CompletionOutput,
+    Counters,
+    LogprobWords,
+    PromptLogprobs,
+    RequestOutput,
+)
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
@@ -119,23 +125,51 @@ class Ready(NamedTuple):
 
 _FIELDS_OF_COMPLETION = attrgetter(*(field.name for field in fields(CompletionOutput)))
 
-Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None]
-"""A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects."""
+Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None, bool]
+"""A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects. The last
+item says whether it has the prompt's log-probabilities, which came before."""
 
 
 def pack(output: RequestOutput) -> Update:
     """Return the update for an output."""
     completions = [_FIELDS_OF_COMPLETION(each) for each in output.outputs]
-    return output.request_id, output.num_cached_tokens, output.finished, completions, output.scheduled_s
-
-
-def unpack(update: Update, prompt: str | None, prompt_token_ids: list[int]) -> RequestOutput:
-    """Return the output of an update."""
-    request_id, num_cached_tokens, is_finished, completions, scheduled_s = update
-    outputs = [CompletionOutput(*each) for each in completions]
-    return RequestOutput(
-        request_id, prompt, prompt_token_ids, outputs, is_finished, num_cached_tokens, scheduled_s
+    return (
+        output.request_id,
+        output.num_cached_tokens,
+        output.finished,
+        completions,
+        output.scheduled_s,
+        output.prompt_logprobs is not None,
     )
+
+
+def unpack(
+    update: Update,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    prompt_logprobs: PromptLogprobs | None = None,
+) -> RequestOutput:
+    """Return the output of an update."""
+    request_id, num_cached_tokens, is_finished, completions, scheduled_s, has_prompt_logprobs = update
+    return RequestOutput(
+        request_id,
+        prompt,
+        prompt_token_ids,
+        [CompletionOutput(*each) for each in completions],
+        is_finished,
+        num_cached_tokens,
+        scheduled_s,
+        prompt_logprobs if has_prompt_logprobs else None,
+    )
+
+
+class PromptPiece(NamedTuple):
+    """Log-probabilities of some tokens of a request's prompt, see ``PromptLogprobs.write``; small ones, so that no
+    message keeps the event loop busy. All come before the first output that has them."""
+
+    request_id: str
+    first: int
+    words: LogprobWords
 
 
 class OutputBatch(NamedTuple):
@@ -273,6 +307,7 @@ class RemoteEngine(EngineClient):
         if params.structured_outputs is not None:
             self._num_sent_bytes += _BYTES_PER_GRAMMAR
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
+        stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
         self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words))
 
     def _end(self, stream: OutputStream) -> None:
@@ -338,6 +373,10 @@ class RemoteEngine(EngineClient):
                 self._hand_over(update)
             # Runs after the tasks of these requests, which have just become ready.
             asyncio.get_running_loop().call_soon(self._send, Ack())
+        elif isinstance(message, PromptPiece):
+            stream = self._streams.get(message.request_id)
+            if stream is not None and stream.prompt_logprobs is not None:
+                stream.prompt_logprobs.write(message.first, message.words)
         elif isinstance(message, Refused):
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
@@ -355,7 +394,7 @@ class RemoteEngine(EngineClient):
         # None: all have failed, and the engine has not heard that it should stop.
         stream = self._streams.pop(request_id, None) if is_finished else self._streams.get(request_id)
         if stream is not None:
-            stream.put(unpack(update, stream.prompt, stream.prompt_token_ids))
+            stream.put(unpack(update, stream.prompt, stream.prompt_token_ids, stream.prompt_logprobs))
 
     def _note_death(self, message: str) -> None:
         logger.error("%s", message)

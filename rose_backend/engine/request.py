@@ -26,7 +26,7 @@ from rose_backend.config import (
     EngineConfig,
 )
 from rose_backend.engine.grammars import Grammar
-from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, PromptLogprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Decoder, Detokenizer, LibraryDecoder, Tokenizer
@@ -145,6 +145,10 @@ class Request:
     """Its caller has been given an output. For the output thread."""
     grammar: Grammar | None = None
     """Of each of its completions, which get copies."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Filled by the output thread; None unless asked for."""
+    reports_prompt: bool = False
+    """Some of them are not computed yet: then no step may skip tokens of the prompt."""
     _prompt_list: list[int] | None = None
 
     @property
@@ -321,12 +325,21 @@ class InputProcessor:
             namespace=namespace,
             bad_words_token_ids=bad_words_token_ids,
             text_context=self._decoder(params).context(ids),
+            prompt_logprobs=self.make_prompt_logprobs(processed),
+            reports_prompt=params.prompt_logprobs is not None and len(ids) > 1,
         )
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         first = self.make_completion(request, 0, seed)
         first.num_siblings_to_fork = params.n - 1
         request.completions.append(first)
         return request
+
+    def make_prompt_logprobs(self, processed: ProcessedInput) -> PromptLogprobs | None:
+        """Return what holds the log-probabilities of a prompt, still without any; None unless asked for."""
+        count = processed.params.prompt_logprobs
+        if count is None:
+            return None
+        return PromptLogprobs(processed.token_ids, min(count, self.vocab_size), self.tokenizer.token_texts)
 
     def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
         """Make completion ``index``, which draws with ``base_seed + index``."""

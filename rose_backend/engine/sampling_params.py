@@ -52,13 +52,14 @@ RANGES = {
     "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
 """Of fields of ``SamplingParams``."""
 TOKEN_IDS = Range(0, _MAX_INT32)
 """Of any model."""
 BIASES = Range(-1e30, 1e30)
 """Of logits: sums and products with penalties stay finite float32 numbers."""
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,8 @@ class SamplingParams:
     """Keep the stop string, or the text of the stop token, at the end of the text."""
     logprobs: int | None = None
     """Report each token's log-probability and this many of the most likely tokens; None reports none."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, all but the first. No cached prefix is used then, as in vLLM."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputsParams | None = None

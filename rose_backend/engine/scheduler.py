@@ -157,9 +157,10 @@ class Admission:
         num_slots = 1 + completion.num_siblings_to_fork
         if manager.num_free_rows - self.num_reserved_slots - num_reserved_slots < num_slots:
             return None
-        namespace = completion.request.namespace
+        namespace, reports_prompt = completion.request.namespace, completion.request.reports_prompt
         self._commits.flush_for(token_ids, namespace)
-        match = manager.match(token_ids, namespace=namespace)
+        # Log-probabilities of a prompt come from all of its tokens. What it computes is cached for others.
+        match = manager.match(token_ids, namespace=namespace, max_tokens=0 if reports_prompt else None)
         num_remaining = len(token_ids) - match.num_tokens
         # No half prompt overtakes a deferred request: the rest of it would delay that one in later steps.
         if num_remaining > budget and (num_reserved_slots or not self._chunked_prefill):
@@ -169,14 +170,14 @@ class Admission:
         num_free_blocks = manager.num_free_blocks
         num_needed = manager.blocks_needed(match, len(token_ids))
         fits = is_first or num_needed + spare <= num_free_blocks - num_reserved_blocks
-        if self._in_flight_prefixes.cover(token_ids, match):
+        if not reports_prompt and self._in_flight_prefixes.cover(token_ids, match):
             # In the next step the cache may supply the blocks it lacks now.
             return _Deferred(num_slots, num_needed) if fits else None
         if not fits:
             self._blocked = (completion, num_free_blocks - num_reserved_blocks)
             return None
         self._in_flight_prefixes.add(token_ids, match, min(num_remaining, budget))
-        admission = manager.add(token_ids, namespace=namespace, match=match)
+        admission = manager.add(token_ids, namespace=namespace, match=match, counts_lookup=not reports_prompt)
         if admission is None:
             raise IntegrityError("the block manager has a free request slot but did not hand it out")
         self.num_reserved_slots += completion.num_siblings_to_fork
@@ -410,19 +411,21 @@ class Scheduler:
         if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             slots, counts = slots[order], counts[order]
-        has_side_pass = self._has_side_pass(num_decodes, counts[num_decodes:])
+        has_side_pass = self._has_side_pass(num_decodes, slots[num_decodes:], counts[num_decodes:])
         if has_side_pass:
             self._slots_in_pass = slots[num_decodes:]
         return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass)
 
-    def _has_side_pass(self, num_decodes: int, counts: Int32Array) -> bool:
-        """Return whether prompt chunks of ``counts`` tokens run beside ``num_decodes``."""
+    def _has_side_pass(self, num_decodes: int, slots: Int32Array, counts: Int32Array) -> bool:
+        """Return whether prompt chunks of ``counts`` tokens of ``slots`` run beside ``num_decodes``."""
         num_tokens = int(counts.sum())
         return (
             self._may_overlap is not None
             and num_decodes > 0
             and num_tokens > MAX_PROMPT_TOKENS_AMONG_DECODES
             and not self.waiting
+            # A captured pass keeps what log-probabilities of prompts are made of to itself.
+            and not np.count_nonzero(self._state.num_prompt_logprobs[slots] >= 0)
             and self._may_overlap(num_decodes, num_tokens, len(counts))
         )
 

@@ -99,6 +99,8 @@ class SequenceState:
         """Slots whose draws are masked."""
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.num_prompt_logprobs: Int32Array = np.full(max_num_seqs, -1, np.int32)
+        """Of slots whose prompt is computed for its log-probabilities, too; others have -1."""
         self.needs_each_token = np.zeros(max_num_seqs, np.bool_)
         """Slots whose tokens go to the output thread step by step: streams, stop strings, logprobs."""
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
@@ -139,6 +141,7 @@ class SequenceState:
         self.has_grammar[slot] = completion.grammar is not None
         self.stops_at_eos[slot] = not params.ignore_eos
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[slot] = (params.prompt_logprobs or 0) if request.reports_prompt else -1
         self.needs_each_token[slot] = completion.needs_each_token
         self.has_stop_tokens[slot] = bool(params.stop_token_ids)
         self.needs_token_check[slot] = self.needs_each_token[slot] or self.has_stop_tokens[slot]

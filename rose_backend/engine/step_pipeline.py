@@ -20,8 +20,10 @@ from rose_backend.engine.output_thread import (
     IncrementalDetokenization,
     LogprobWords,
     NewTokens,
+    PromptReport,
     StopCheck,
 )
+from rose_backend.engine.prompt_logprobs import PendingReport
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Array, Int64Array, SequenceState
@@ -186,6 +188,8 @@ class _StepInFlight:
     """The decode part drew again for some slots, and has a report of it."""
     drawn: Drawn | None
     is_over: torch.cuda.Event | None
+    report: PendingReport | None = None
+    """Log-probabilities of prompts, whether or not these are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,8 @@ class SampledTokens:
     token_ids: Int64Array  # [S + D]
     logprobs: LogprobWords | None
     """None when no request asked for any."""
+    prompts: PromptReport | None = None
+    """Log-probabilities of prompts; they come no later than the first token."""
 
 
 class StepPipeline:
@@ -355,6 +361,7 @@ class StepPipeline:
             len(decode_slots) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
             self._record(),
+            forwarded.report,
         )
 
     @property
@@ -467,7 +474,8 @@ class StepPipeline:
             self._commits.add_again()
         elif len(batch.decode_slots):
             self._commits.add(batch.decode_slots)
-        return SampledTokens(batch, token_ids, logprobs)
+        prompts = None if step.report is None else step.report.read()
+        return SampledTokens(batch, token_ids, logprobs, prompts)
 
     def _logprobs(self, step: _StepInFlight) -> LogprobWords | None:
         drawn = None if step.drawn is None else step.drawn.report

@@ -6,11 +6,13 @@ Events are formatted as text: a dictionary or pydantic model per token would cos
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -22,8 +24,10 @@ from rose_backend.engine.outputs import (
     GrowingCompletions,
     Logprob,
     Logprobs,
+    PromptLogprobs,
     RequestOutput,
     json_logprob,
+    json_logprobs,
 )
 from rose_backend.server.answer_parsers import AnswerParser, Part
 
@@ -34,6 +38,8 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 _POSITIONS_AT_ONCE = 64
 """Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
+_PROMPT_POSITIONS_AT_ONCE = 32
+"""The same of prompts, whose entries are made on the way, and which are written twice where they are echoed."""
 _PARSED_AT_ONCE = 1 << 12
 """Characters of an answer that are parsed in a few milliseconds, whatever they are."""
 _IDS_AT_ONCE = 4096
@@ -95,6 +101,12 @@ class Answer(ABC):
     event_object_name: str
     _make_parser: Callable[[], AnswerParser] | None = None
     """None: all text is content."""
+    _has_prompt_fields_in_choices: bool
+    """Log-probabilities of a prompt are a field of each of its choices, else of the whole answer."""
+    _echoed_logprobs: int | None = None
+    """Log-probabilities begin with those of the prompt and so many alternatives."""
+    _shows_prompt_only = False
+    """What is generated is left out."""
 
     def __init__(self, options: AnswerOptions) -> None:
         self._head = {"id": options.id, "created": options.created, "model": options.model}
@@ -107,6 +119,8 @@ class Answer(ABC):
         self._nums_tokens: dict[int, int] = {}
         self._completions: dict[int, GrowingCompletions] = {}
         self._kept_logprobs: dict[int, JsonLists] = {}
+        # Parts of the field with each prompt's log-probabilities.
+        self._prompt_fields: dict[int, list[str]] = {}
         self._started: set[int] = set()
         head_json = _compact({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
@@ -119,11 +133,16 @@ class Answer(ABC):
         Log-probabilities become JSON here: with a million of their objects alive, a garbage collection takes 0.2 s.
         """
         completions = self._completions.setdefault(prompt_index, GrowingCompletions())
-        completions.add([replace(each, logprobs=None) for each in output.outputs])
-        for completion in output.outputs:
+        outputs = list(map(self._shown_part, output.outputs))
+        completions.add([replace(each, logprobs=None) for each in outputs])
+        if output.prompt_logprobs is not None:
+            yield from self._read_prompt(prompt_index, output.prompt_logprobs, has_field=True)
+        for completion in outputs:
             if completion.logprobs is not None:
                 index = prompt_index * self._n + completion.index
-                yield from self._format(index, completion.logprobs, self._kept_logprobs.setdefault(index, {}))
+                if index not in self._kept_logprobs:
+                    self._kept_logprobs[index] = self._first_logprobs(index)
+                yield from self._format(index, completion.logprobs, self._kept_logprobs[index])
                 yield _PAUSE
 
     def events(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
@@ -134,7 +153,11 @@ class Answer(ABC):
         return _pieces(self._event_parts(prompt_index, output))
 
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
+        if output.prompt_logprobs is not None:
+            yield from self._read_prompt(prompt_index, output.prompt_logprobs, has_field=False)
         for completion in output.outputs:
+            if self._shows_prompt_only:
+                completion = self._shown_part(completion)
             index = prompt_index * self._n + completion.index
             is_first = index not in self._started
             if is_first:
@@ -147,7 +170,7 @@ class Answer(ABC):
                 yield f'{text},"logprobs":null'
             else:
                 yield f'{text},"logprobs":'
-                lists: JsonLists = {}
+                lists = self._first_logprobs(index) if is_first else {}
                 yield from self._format(index, completion.logprobs, lists)
                 yield from _shown(lists)
             if self._returns_token_ids:
@@ -168,6 +191,8 @@ class Answer(ABC):
         yield _compact({"object": self.object_name, **self._head})[:-1]
         if self._returns_token_ids:
             yield from self._answer_ids()
+        if not self._has_prompt_fields_in_choices:
+            yield from self._prompt_field(0)
         separator = ',"choices":['
         for prompt_index in sorted(self._completions):
             for completion in self._completions.pop(prompt_index).take():
@@ -179,11 +204,14 @@ class Answer(ABC):
                     yield from _shown(self._kept_logprobs.pop(index))
                 else:
                     yield "null"
+                if self._has_prompt_fields_in_choices:
+                    yield from self._prompt_field(prompt_index)
                 if self._returns_token_ids:
                     yield from self._choice_ids(index, completion, True)
                 yield f',"finish_reason":{_compact(self._finish_reason(index, completion))}'
                 yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
                 separator = ","
+            self._prompt_fields.pop(prompt_index, None)
         yield f'],"usage":{_compact(usage)}}}'
 
     def _opening(self, index: int) -> Iterator[str]:
@@ -212,6 +240,40 @@ class Answer(ABC):
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         """Yield the text of one finished completion as a field."""
 
+    def _shown_part(self, completion: CompletionOutput) -> CompletionOutput:
+        """Return what an answer shows of what is new in one completion."""
+        if not self._shows_prompt_only:
+            return completion
+        return replace(completion, text="", logprobs=None if completion.logprobs is None else [])
+
+    def _read_prompt(self, prompt_index: int, logprobs: PromptLogprobs, *, has_field: bool) -> Iterator[str]:
+        """Format what is said of a prompt, once: the field, and what completions begin with. Yields after each piece
+        of work."""
+        if prompt_index in self._prompt_fields or not (has_field or self._echoed_logprobs is not None):
+            return
+        parts = self._prompt_fields[prompt_index] = []
+        for first in range(0, len(logprobs), _PROMPT_POSITIONS_AT_ONCE):
+            positions = logprobs[first : first + _PROMPT_POSITIONS_AT_ONCE]
+            if has_field:
+                parts.append(_compact(list(map(json_logprobs, positions)))[1:-1])
+            self._add_echo(prompt_index, positions, int(logprobs.token_ids[0]))
+            yield _PAUSE
+
+    def _prompt_field(self, prompt_index: int) -> Iterator[str]:
+        if (parts := self._prompt_fields.get(prompt_index)) is not None:
+            yield ',"prompt_logprobs":['
+            yield from _joined(parts)
+            yield "]"
+
+    def _add_echo(  # noqa: B027
+        self, prompt_index: int, positions: list[dict[int, Logprob] | None], first_token_id: int
+    ) -> None:
+        """Format the next positions of a prompt for ``_first_logprobs``, where it is echoed."""
+
+    def _first_logprobs(self, index: int) -> JsonLists:
+        """Return what the log-probabilities of one completion begin with."""
+        return {}
+
     @abstractmethod
     def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         """Return the log-probabilities of the next positions of one completion, as lists."""
@@ -221,11 +283,7 @@ class Answer(ABC):
         for first in range(0, max(len(positions), 1), _POSITIONS_AT_ONCE):
             if first:
                 yield _PAUSE
-            described = self._described(index, positions[first : first + _POSITIONS_AT_ONCE])
-            for name, values in described.items():
-                parts = lists.setdefault(name, [])
-                if values:
-                    parts.append(_compact(values)[1:-1])
+            _add_lists(self._described(index, positions[first : first + _POSITIONS_AT_ONCE]), lists)
 
     def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         return completion.finish_reason
@@ -258,13 +316,32 @@ class CompletionAnswer(Answer):
 
     Args:
         echo: text of each prompt, to repeat before its completions.
+        echoed_logprobs: log-probabilities begin with those of the prompt and at most so many alternatives; None: they
+            do not.
+        shows_prompt_only: leave out what is generated.
+        decode: returns the text of tokens; for the prompt's first one, which has no log-probability to name it.
     """
 
     object_name = event_object_name = "text_completion"
+    _has_prompt_fields_in_choices = True
 
-    def __init__(self, options: AnswerOptions, *, echo: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        options: AnswerOptions,
+        *,
+        echo: Sequence[str] | None = None,
+        echoed_logprobs: int | None = None,
+        shows_prompt_only: bool = False,
+        decode: Callable[[Sequence[int]], str] = str,
+    ) -> None:
         super().__init__(options)
         self._echo = echo
+        self._echoed_logprobs = echoed_logprobs
+        self._shows_prompt_only = shows_prompt_only
+        self._decode = decode
+        # Of each prompt, until all completions have begun with it.
+        self._echoes: dict[int, JsonLists] = {}
+        # Of completions; of prompts by the complement of their index.
         self._text_lengths: dict[int, int] = {}
 
     def _opening(self, index: int) -> Iterator[str]:
@@ -283,6 +360,26 @@ class CompletionAnswer(Answer):
             yield from _quoted_parts(self._echo[prompt_index])
         yield from _quoted_parts(completion.text)
         yield '"'
+
+    def _add_echo(
+        self, prompt_index: int, positions: list[dict[int, Logprob] | None], first_token_id: int
+    ) -> None:
+        if self._echoed_logprobs is None:
+            return
+        lists, num_shown = self._echoes.setdefault(prompt_index, {}), 1 + self._echoed_logprobs
+        if positions[0] is None:
+            alone: Logprobs = [{first_token_id: Logprob(math.nan, 0, self._decode([first_token_id]))}]
+            _add_lists({**self._described(~prompt_index, alone), "top_logprobs": [None]}, lists)
+        shown = [dict(islice(each.items(), num_shown)) for each in positions if each is not None]
+        _add_lists(self._described(~prompt_index, shown), lists)
+
+    def _first_logprobs(self, index: int) -> JsonLists:
+        prompt_index = index // self._n
+        lists = self._echoes.get(prompt_index, {})
+        self._text_lengths[index] = self._text_lengths.get(~prompt_index, 0)
+        if self._started.issuperset(range(prompt_index * self._n, (prompt_index + 1) * self._n)):
+            self._echoes.pop(prompt_index, None)
+        return {name: parts.copy() for name, parts in lists.items()}
 
     def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         # The token itself is the first entry of each position.
@@ -326,6 +423,7 @@ class ChatAnswer(Answer):
     """
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
+    _has_prompt_fields_in_choices = False
 
     def __init__(
         self,
@@ -519,10 +617,23 @@ def _shown(lists: JsonLists) -> Iterator[str]:
     start = "{"
     for name, parts in lists.items():
         yield f'{start}"{name}":['
-        for number, part in enumerate(parts):
-            yield f",{part}" if number else part
+        yield from _joined(parts)
         start = "],"
     yield "]}"
+
+
+def _joined(parts: list[str]) -> Iterator[str]:
+    """Yield the inside of a list of which ``parts`` are that of parts."""
+    for number, part in enumerate(parts):
+        yield f",{part}" if number else part
+
+
+def _add_lists(described: Mapping[str, list[Any]], lists: JsonLists) -> None:
+    """Add more items to lists, in JSON."""
+    for name, values in described.items():
+        parts = lists.setdefault(name, [])
+        if values:
+            parts.append(_compact(values)[1:-1])
 
 
 def _quoted_text(text: str) -> Iterator[str]:

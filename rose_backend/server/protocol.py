@@ -75,7 +75,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (None, [], ["text"]),
     "reasoning_effort": (None, "none"),
     "length_penalty": (None, 1.0),
-    "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
@@ -282,6 +281,8 @@ class GenerationRequest(Body):
     top_k: Int | None = in_range("top_k")
     min_p: Float | None = in_range("min_p")
     repetition_penalty: Float | None = in_range("repetition_penalty")
+    prompt_logprobs: Int | None = in_range("prompt_logprobs")
+    """Report log-probabilities of the prompt's tokens, and so many of the most likely ones; not in streams."""
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_bias_count)] | None = None
     """By token id; as in vLLM, less than -100 counts as that, and more than 100 as 100."""
     allowed_token_ids: (
@@ -308,7 +309,7 @@ class GenerationRequest(Body):
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
     @field_validator(
-        *(RANGES.keys() - {"logprobs"}),
+        *(RANGES.keys() - {"logprobs", "prompt_logprobs"}),
         *("max_completion_tokens", "truncate_prompt_tokens"),
         mode="before",
         check_fields=False,
@@ -320,6 +321,10 @@ class GenerationRequest(Body):
             is_float = isinstance(RANGES.get(info.field_name or "", TOKEN_IDS).low, float)
             raise PydanticKnownError("float_type" if is_float else "int_type")
         return value
+
+    _refuse_text = field_validator("prompt_logprobs", "top_logprobs", mode="before", check_fields=False)(
+        _refuse_text
+    )
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of the request; a field that is missing or null takes its default.
@@ -339,6 +344,10 @@ class GenerationRequest(Body):
         if self.stream_options is not None and not self.stream:
             raise refused(
                 "stream_options", "got options without stream, allowed with stream set to true only"
+            )
+        if self.stream and self.prompt_logprobs:
+            raise refused(
+                "prompt_logprobs", f"got {self.prompt_logprobs} with stream, allowed without a stream only"
             )
         given["structured_outputs"] = self._structured_outputs()
         return SamplingParams(**{**defaults, **given, **self._route_params()})
@@ -404,16 +413,30 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     echo: bool | None = None
+    """Let texts, and log-probabilities where ``logprobs`` are asked for, begin with those of the prompt."""
     logprobs: Int | None = in_range("logprobs")
+    max_tokens: Int | None = Field(None, ge=0, le=RANGES["max_tokens"].high)
+    """0, with ``echo`` only, answers with the prompt alone. One token is computed and counted, as in vLLM."""
 
-    _refuse_text = field_validator("logprobs", mode="before")(_refuse_text)
+    _refuse_text_in_logprobs = field_validator("logprobs", mode="before")(_refuse_text)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether log-probabilities begin with those of the prompt."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def shows_prompt_only(self) -> bool:
+        """Whether what is generated is left out of the answer."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def _route_params(self) -> dict[str, Any]:
-        if self.echo and self.logprobs is not None:
-            raise refused(
-                "echo", "got true together with logprobs, which is not supported; allowed is one of the two"
-            )
-        return {}
+        params: dict[str, Any] = {}
+        if self.echoes_logprobs and self.prompt_logprobs is None:
+            params["prompt_logprobs"] = self.logprobs
+        if self.shows_prompt_only:
+            params["max_tokens"] = 1
+        return params
 
 
 class TextPart(BaseModel):
@@ -585,7 +608,6 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     include_reasoning: bool | None = None
     """False leaves reasoning out of the answer."""
 
-    _refuse_text = field_validator("top_logprobs", mode="before")(_refuse_text)
     _adds_special_tokens = False
     _limit_names = ("max_completion_tokens", "max_tokens")
 
@@ -817,7 +839,20 @@ class CompletionLogprobs(Exact):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float | None]]
+    top_logprobs: list[dict[str, float | None] | None]
+    """None for the first token of a prompt that is repeated."""
+
+
+class PromptLogprob(Exact):
+    """One candidate at one place of a prompt."""
+
+    logprob: float | None
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""Of each token of a prompt, the candidates by token id; None for the first token."""
 
 
 class CompletionChoice(Choice):
@@ -825,6 +860,8 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobList | None = None
+    """If asked for, also by ``echo`` with ``logprobs``."""
     prompt_token_ids: list[int] | None = None
     """With ``return_token_ids``."""
 
@@ -898,6 +935,8 @@ class ChatAnswerModel(Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobList | None = None
+    """If asked for."""
     prompt_token_ids: list[int] | None = None
     """With ``return_token_ids``."""
 

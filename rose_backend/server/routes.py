@@ -114,7 +114,13 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     if body.echo and not body.return_token_ids:
         echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
     check_answer_tokens(inputs, echo, service, bool(body.return_token_ids))
-    answer = CompletionAnswer(answer_options(request, body, inputs, "cmpl"), echo=echo)
+    answer = CompletionAnswer(
+        answer_options(request, body, inputs, "cmpl"),
+        echo=echo,
+        echoed_logprobs=body.logprobs if body.echo else None,
+        shows_prompt_only=body.shows_prompt_only,
+        decode=partial(processor.tokenizer.decode, skip_special_tokens=False),
+    )
     with naming(body.grammar_field, "structured_outputs"):
         return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
@@ -494,13 +500,15 @@ def check_answer_tokens(
         return
     limits = (each.params.max_tokens or max_model_len - len(each.token_ids) for each in inputs)
     num_tokens = n * sum(limits) * (1 + num_logprobs + returns_token_ids) + n * sum(map(len, echo or ()))
-    num_tokens += n * sum(len(each.token_ids) for each in inputs) * returns_token_ids
+    num_prompt_logprobs = inputs[0].params.prompt_logprobs
+    per_prompt_token = returns_token_ids + (0 if num_prompt_logprobs is None else 1 + num_prompt_logprobs)
+    num_tokens += n * sum(len(each.token_ids) for each in inputs) * per_prompt_token
     if num_tokens > limit:
         raise refused(
             "max_tokens",
             f"got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
-            f"more for each of its {num_logprobs} log-probabilities, echoed characters and returned token ids "
-            f"included; allowed are at most {limit} in one request (--max-answer-tokens)",
+            f"more for each of its {num_logprobs} log-probabilities, echoed characters, prompts' log-probabilities and "
+            f"returned token ids included; allowed are at most {limit} in one request (--max-answer-tokens)",
         )
 
 

@@ -55,7 +55,9 @@ ALWAYS = {
     "_norm_kernel",
     "_paged_decode_kernel",
     "_paged_prefill_kernel",
+    "_report_kernel",
     "_scan_kernel",
+    "_summarize_kernel",
     "small_batch_linear_kernel",
 }
 

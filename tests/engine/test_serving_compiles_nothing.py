@@ -56,6 +56,8 @@ class RandomSteps:
         self._manager, self._state = runner._manager, runner._state
         self._manager.finish_clone_plan = lambda plan: None  # type: ignore[method-assign]
         self._state.token_ids[:] = 0
+        completion: Any = SimpleNamespace(request=SimpleNamespace())
+        self._state.completions[:] = [completion] * len(self._state.completions)
         extras = runner._extras
         extras._fill_masks = lambda slots: np.zeros(  # type: ignore[method-assign]
             (len(slots), extras.masks.num_words), np.int32
@@ -84,6 +86,9 @@ class RandomSteps:
         self._state.needs_sampling_extras[rows] = rng.random(len(rows)) < rng.choice([0, 0.1])
         self._state.has_grammar[rows] = rng.random(len(rows)) < rng.choice([0, 0.2])
         self._state.min_num_tokens[rows] = longest
+        self._state.num_prompt_tokens[rows] = longest
+        asks = rng.random(len(rows)) < rng.choice([0, 0.1, 1])
+        self._state.num_prompt_logprobs[rows] = np.where(asks, rng.integers(0, 21, len(rows)), -1)
         forwarded = self._runner.forward(Step(rows, counts, num_decodes, self._clones()))
         if num_chunks:
             due = np.flatnonzero(rng.random(num_chunks) < 0.7)

@@ -321,7 +321,7 @@ class Simulation:
         self._match = self._core.manager.match
         self._core.manager.match = self._checked_match  # type: ignore[method-assign]
 
-    def _checked_match(self, token_ids: Any, *, namespace: bytes) -> PrefixMatch:
+    def _checked_match(self, token_ids: Any, *, namespace: bytes, max_tokens: int | None) -> PrefixMatch:
         """Look a prompt up, and check that nothing is pending that it could find."""
         core, last = self._core, len(token_ids) - 1
         state, computed = core._state, core.manager.num_computed_tokens
@@ -335,7 +335,7 @@ class Simulation:
             ), (
                 f"a prompt of {last + 1} tokens is looked up before position {end - 1} of slot {slot} is committed"
             )
-        return self._match(token_ids, namespace=namespace)
+        return self._match(token_ids, namespace=namespace, max_tokens=max_tokens)
 
     def _answer_of(self, slot: int) -> Answer:
         completion = self._core._state.completion(slot)
