@@ -128,6 +128,8 @@ TABLES = {
     "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", _offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
     "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", _offline_table),
+    "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
+    "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
     "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),

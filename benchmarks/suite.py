@@ -100,6 +100,14 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
             _ENGINES[:3],
         ),
     ),
+    **{
+        f"vllm_{name}_fp8": (
+            f"{_OFFLINE} --backends rose rose-in-vllm vllm --shape {shape} --dtype bfloat16 --max-num-seqs 128 "
+            "--scenes decode offline --batches 1 8 32 128 --cases greedy --offline 64 512 128",
+            _ENGINES[:3],
+        )
+        for name, shape in (("llama8b", "llama-8b-fp8"), ("qwen3_8b", "qwen3-8b-fp8"))
+    },
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,

@@ -33,6 +33,7 @@ COMMITS = {
     "ba762ad472dd1608": "0d20e9c",
     "ec37daddaca92b8c": "35e2dde",
     "5f1d599ba99f66f6": "2043d2d",
+    "ac5b196703977cc8": "8a4036a",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",
