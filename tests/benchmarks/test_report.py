@@ -308,10 +308,12 @@ def answered(name: str, scale: float, side: str) -> str:
 
 
 def at_a_glance() -> str:
-    qwen3, llama = shares("h200/vllm_qwen3.json"), shares("h200/vllm_llama8b_start_1.json")
+    qwen3, llama, float8 = (
+        shares(f"h200/{name}.json") for name in ("vllm_qwen3", "vllm_llama8b_start_1", "vllm_llama8b_fp8")
+    )
     return (
-        f"a decode step inside vLLM takes {qwen3} of the fastest time that we measured for vLLM with Qwen3 0.6B, and "
-        f"{llama} with Llama 3.1 8B."
+        f"a decode step inside vLLM takes {qwen3} of the fastest time that we measured for vLLM with Qwen3 0.6B, "
+        f"{llama} with Llama 3.1 8B, and {float8} with its weights in float8."
     )
 
 
