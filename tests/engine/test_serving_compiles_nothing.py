@@ -41,6 +41,21 @@ QWEN3_MOE = {
     "moe_intermediate_size": 768,
     "hidden_size": 2048,
 }
+BLOCKS = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    }
+}
+ROWS = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+        "ignore": ["lm_head"],
+    }
+}
 A100 = GpuProperties((8, 0), 108)
 
 
@@ -124,6 +139,10 @@ CASES: dict[str, tuple[dict[str, Any], GpuProperties, dict[str, Any]]] = {
         H100,
         {"cuda_graph": False, "max_num_batched_tokens": 300, "max_num_seqs": 140},
     ),
+    "float8 blocks": (QWEN3 | BLOCKS, H100, {}),
+    "float8 rows": (QWEN3 | LLAMA_8B | ROWS, H100, {"cuda_graph": False}),
+    "float8 rows, without a product in 8 bits": (QWEN3 | LLAMA_8B | ROWS, A100, {}),
+    "float8 experts": (QWEN3 | QWEN3_MOE | BLOCKS, H100, {}),
     "experts, unfused": (QWEN3 | QWEN3_MOE, A100, {"fused_mlp": False, "fused_add_layernorm": False}),
 }
 
@@ -157,5 +176,8 @@ def test_random_steps_launch_what_the_start_has_launched(
     config = EngineConfig(model=str(tmp_path), **{"max_num_batched_tokens": 8192, **options})
     sources = record_start(tmp_path, config, gpu)
     assert num_launched > 20
+    names = {each.name for each in sources}
+    assert ("_quantize_kernel" in names) == ("float8" in case and gpu is H100)
+    assert ("_dequantize_kernel" in names) == ("float8" in case and gpu is not H100)
     late = [(each.name, each.signature, each.constexprs, each.attributes) for each in sources[num_launched:]]
     assert not late, "\n".join(map(str, late))

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from rose_backend.compile_ahead.recorded_launches import record_launches
 from rose_backend.conformance.error_budget import assert_within_budget
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
@@ -21,7 +22,6 @@ from rose_backend.kernels import (
     PackedNorm,
     empty_rows,
     float8_linear,
-    gpu_properties,
     library_quantization,
     norm_input_of,
     pack_linear,
@@ -467,14 +467,11 @@ def test_what_a_library_multiplies_in_8_bits(
     dtype: torch.dtype,
     capability: tuple[int, int],
     is_taken: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weight = make_float8(*shape, kind, "cpu")
-    monkeypatch.setattr(Float8Weight, "device", torch.device("cuda", 0))
-    monkeypatch.setattr(gpu_properties, "_cuda_properties", lambda _: GpuProperties(capability, 132))
-    by_group = kind == "blocks"
+    weight, by_group = make_float8(*shape, kind, "meta"), kind == "blocks"
     expected = InputQuantization(by_group=by_group, aligned_scales=by_group) if is_taken else None
-    assert library_quantization(weight, dtype) == expected
+    with record_launches(GpuProperties(capability, 132)):
+        assert library_quantization(weight, dtype) == expected
 
 
 def test_parts_of_a_weight_are_about_equal() -> None:

@@ -26,7 +26,7 @@ from rose_backend.kernels.arguments import (
     norm_input_of,
     normed_of,
 )
-from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.gpu_properties import gpu_properties, is_recording
 
 _FOLDED_ROWS = 1024
 """Of a weight, that a LayerNorm is folded into at once: they are in memory in float32 meanwhile."""
@@ -204,7 +204,7 @@ def library_quantization(weight: Float8Weight, dtype: torch.dtype) -> InputQuant
     Args:
         dtype: of the product.
     """
-    if weight.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    if not weight.values.is_cuda or dtype not in (torch.float16, torch.bfloat16):
         return None
     num_rows, depth = weight.shape
     capability = gpu_properties(weight.device).capability
@@ -256,6 +256,8 @@ def _scaled_product(x: QuantizedActivations, weight: Float8Weight, bias: torch.T
         groups = values.float().unflatten(1, (x.scales.shape[1], -1)) * x.scales[:, :, None]
         product = F.linear(groups.flatten(1), weight.dequantized(torch.float32))
         return (product if bias is None else product + bias).to(x.dtype)
+    if is_recording():
+        return values.new_empty((num_rows, len(weight.values)), dtype=x.dtype)
     scales = x.scales
     if by_group:
         # With the rows behind the last one, whatever they are: the library takes a multiple of 4.
