@@ -113,7 +113,7 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         own[:, 2 + count :] = words[:, first_token : first_token + count]
 
     def pieces(self, num_bytes: int) -> Iterator[tuple[int, LogprobWords]]:
-        """Yield the arguments of ``write`` that make a copy, each with at most so many bytes, or one token."""
+        """Yield the arguments of ``write`` that make a copy, each of at most that many bytes, or of one token."""
         step = max(num_bytes // (4 * self._words.shape[1]), 1)
         for first in range(0, len(self._words), step):
             yield first + 1, self._words[first : first + step]

@@ -472,7 +472,7 @@ class InputQuantization:
     powers_of_two: bool = False
     """Scales of groups are rounded up to powers of two (UE8M0)."""
     aligned_scales: bool = False
-    """A group's scales begin at a multiple of 4 rows, as TMA reads them. There is memory for so many rows."""
+    """A group's scales begin at a multiple of 4 rows, as TMA reads them; memory is allocated up to that multiple."""
     min_rows: int = 1
     """Fewer rows are not taken so."""
 

@@ -234,7 +234,7 @@ class ResidualStream:
         return quantized
 
     def _quantization(self, linear: Linear) -> InputQuantization | None:
-        """Return how the kernel in front of a product quantizes its input; None: it does not."""
+        """Return how the kernel before a product quantizes its input; None: it does not."""
         found, fuses = linear.quantization, self.switches.fused_add_layernorm and self.switches.fused_mlp
         # Adapters read what is not quantized.
         has_adapters = self._adapter_rows is not None and linear.adapters is not None

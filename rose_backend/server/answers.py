@@ -104,7 +104,7 @@ class Answer(ABC):
     _has_prompt_fields_in_choices: bool
     """Log-probabilities of a prompt are a field of each of its choices, else of the whole answer."""
     _echoed_logprobs: int | None = None
-    """Log-probabilities begin with those of the prompt and so many alternatives."""
+    """Log-probabilities begin with those of the prompt, with at most this many alternatives."""
     _shows_prompt_only = False
     """What is generated is left out."""
 
@@ -316,8 +316,8 @@ class CompletionAnswer(Answer):
 
     Args:
         echo: text of each prompt, to repeat before its completions.
-        echoed_logprobs: log-probabilities begin with those of the prompt and at most so many alternatives; None: they
-            do not.
+        echoed_logprobs: log-probabilities begin with those of the prompt, with at most this many alternatives; None:
+            they do not.
         shows_prompt_only: leave out what is generated.
         decode: returns the text of tokens; for the prompt's first one, which has no log-probability to name it.
     """

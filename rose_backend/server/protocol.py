@@ -282,7 +282,7 @@ class GenerationRequest(Body):
     min_p: Float | None = in_range("min_p")
     repetition_penalty: Float | None = in_range("repetition_penalty")
     prompt_logprobs: Int | None = in_range("prompt_logprobs")
-    """Report log-probabilities of the prompt's tokens, and so many of the most likely ones; not in streams."""
+    """Report log-probabilities of the prompt's tokens, and this many of the most likely ones; not in streams."""
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_bias_count)] | None = None
     """By token id; as in vLLM, less than -100 counts as that, and more than 100 as 100."""
     allowed_token_ids: (

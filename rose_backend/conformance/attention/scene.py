@@ -172,7 +172,7 @@ def sinks(case: Case) -> torch.Tensor:
 
 
 def allocation(view: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the storage behind ``view``."""
+    """Return all bytes of the storage that ``view`` is part of."""
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 

@@ -127,7 +127,7 @@ class Host:
     def append(
         self, request: Request, num_tokens: int = 1, *, drafts: Sequence[int] = (), **options: Any
     ) -> Any:
-        """Allocate a running request's next tokens and drafts behind them; None if the manager refused."""
+        """Allocate a running request's next tokens and their drafts; None if the manager refused."""
         num_tokens += len(drafts)
         allocated = self.manager.allocate_slots(request, num_tokens, **options)
         if allocated is not None:
@@ -177,7 +177,7 @@ class Host:
     # Whole steps
 
     def run(self, request: Request, **options: Any) -> Any:
-        """Admit a request in a step of its own; the manager's answer."""
+        """Admit a request in a separate step; the manager's answer."""
         self.start_step()
         allocated = self.admit(request, **options)
         self.finish_step()
@@ -239,7 +239,7 @@ class Host:
             self._check_slots(request, request.num_computed_tokens, request.num_computed_tokens)
 
     def _check_slots(self, request: Request, next_token: int, end: int) -> None:
-        """Check the positions up to ``end`` that the token at ``next_token`` and those behind it attend to."""
+        """Check the positions up to ``end`` that the token at ``next_token`` and later ones attend to."""
         for group, window in enumerate(self._windows):
             if window == STATE:
                 continue
@@ -286,7 +286,7 @@ class Host:
         return np.array(states, dtype=np.int64) ^ group
 
     def continuation(self, request: Request, num_tokens: int) -> list[int]:
-        """Return what a request will generate next: right drafts are these, behind the first."""
+        """Return what a request will generate next: right drafts are these, after the first."""
         state, tokens = self._states_of(request)[-1], []
         for _ in range(num_tokens):
             tokens.append(next_token(state))

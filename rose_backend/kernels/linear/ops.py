@@ -260,7 +260,7 @@ def _scaled_product(x: QuantizedActivations, weight: Float8Weight, bias: torch.T
         return values.new_empty((num_rows, len(weight.values)), dtype=x.dtype)
     scales = x.scales
     if by_group:
-        # With the rows behind the last one, whatever they are: the library takes a multiple of 4.
+        # The library takes a multiple of 4 rows. Those past the last one hold anything; their products are dropped.
         rows = scales.stride(1)
         values = values.as_strided((rows, depth), (depth, 1))
         scales = scales.as_strided((rows, scales.shape[1]), (1, rows))

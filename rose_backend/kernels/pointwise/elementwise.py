@@ -343,7 +343,7 @@ def _scales_of(largest, GROUPS: tl.constexpr):
 
 @triton.jit
 def _store_quantized(
-    rounded,  # [TILE]: columns of a row from ``start`` on, as they would be stored in 16 bits; 0 behind ``width``
+    rounded,  # [TILE]: columns of a row from ``start`` on, as they would be stored in 16 bits; 0 from ``width`` on
     token,
     start,
     width,

@@ -2,7 +2,7 @@
 
 A module keeps vLLM's method, which loads and multiplies. Rose's kernel for few decodes reads the memory that the method
 ends with, so both multiply by the same numbers, and each is in memory once. Where it is known how vLLM's kernel
-quantizes activations, the kernel in front of a product of more rows does so as well, to the same bits, and vLLM's only
+quantizes activations, the kernel before a product of more rows does so as well, to the same bits, and vLLM's only
 multiplies.
 """
 
@@ -54,7 +54,7 @@ METHODS = (
 )
 """vLLM's methods that are nothing but a product with such a kernel."""
 DEEP_GEMM_ROWS = 32
-"""Of a product, from which on the last of them multiplies by DeepGEMM; FlashInfer quantizes fewer by itself."""
+"""Of a product, from which on the last of them multiplies by DeepGEMM; FlashInfer itself quantizes fewer."""
 _CHECKED_BYTES = 1 << 26
 """Of a weight, that are looked through at once."""
 
