@@ -144,11 +144,11 @@ def compile_chosen_config(
                 has_tensor_memory=capability >= 100,
             ),
         )
-    chosen, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
+    split_k, tiles, lines = (launches[0].arguments[name] for name in ("SPLIT_K", "TILES", "PREFETCH"))
     ahead = gpu.lines_ahead(
-        chosen["DEPTH"] * (1 if isinstance(case.weight, Float8Weight) else out.element_size()),
-        chosen["BLOCK_N"],
-        -(-columns // chosen["BLOCK_N"]) * chosen["SPLIT_K"],
+        tiles.DEPTH * (1 if isinstance(case.weight, Float8Weight) else out.element_size()),
+        tiles.BLOCK_N,
+        -(-columns // tiles.BLOCK_N) * split_k,
     )
     assert lines == (ahead if capability >= 90 and not split else 0)
     resources = compile_launch(launches[0], capability)

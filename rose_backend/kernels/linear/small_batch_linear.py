@@ -76,6 +76,24 @@ class WeightFormat(NamedTuple):
     """``x`` is a sum of two float8 numbers (``split_rows``), and they are multiplied as they are."""
 
 
+class Tiles(NamedTuple):
+    """The part of a product that a program computes, and how, as the kernel is compiled for it."""
+
+    K: int
+    """Columns of ``x``."""
+    DEPTH: int
+    """Of them those that a program takes: ``K / SPLIT_K``, rounded up to ``BLOCK_K``."""
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    WARP_SPLIT: int
+    USE_DOT: bool
+    WEIGHTS_LEFT: bool
+    TMA: bool
+    EXACT: bool
+    """Inputs are float32."""
+
+
 @triton.jit
 def load_tile(
     tensor_ptr, rows, in_rows, stride, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WARP_SPLIT: tl.constexpr
@@ -279,15 +297,20 @@ def block_scale(scales, row, column, K: tl.constexpr):
 
 @triton.jit
 def _tile_scales(
-    scales, tile, num_columns, column, FORMAT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr
+    scales,
+    tile,
+    num_columns,
+    column,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the two scales of a tile's weights from a column on: of the gate and its factor, else the same one."""
     if FORMAT.HALVES:
-        row = tile * (BLOCK_N // 2)
-        first = block_scale(scales, row, column, K)
-        second = block_scale(scales, num_columns // 2 + row, column, K)
+        row = tile * (TILES.BLOCK_N // 2)
+        first = block_scale(scales, row, column, TILES.K)
+        second = block_scale(scales, num_columns // 2 + row, column, TILES.K)
     else:
-        first = block_scale(scales, tile * BLOCK_N, column, K)
+        first = block_scale(scales, tile * TILES.BLOCK_N, column, TILES.K)
         second = first
     return first, second
 
@@ -302,11 +325,7 @@ def _add_stored_tile(
     in_rows,
     start,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return ``acc`` and a tile's products, of a weight as it is stored; scales of rows are left to ``_finish``.
 
@@ -314,20 +333,20 @@ def _add_stored_tile(
     """
     if FORMAT.SCALE_ROWS > 0:
         weight = from_float8(weight, x.dtype, FORMAT.BY_ASSEMBLER)
-    if FORMAT.SCALE_ROWS > 1 and USE_DOT:
+    if FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT:
         scale = scales[0]
         if FORMAT.HALVES:
             scale = tl.where(tl.arange(0, rows.shape[0]) % 2 == 0, scales[0], scales[1])
-            scale = tl.expand_dims(scale, -1 if WEIGHTS_LEFT else -2)
-        acc += scale * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
+            scale = tl.expand_dims(scale, -1 if TILES.WEIGHTS_LEFT else -2)
+        acc += scale * add_tile(x, weight, tl.zeros_like(acc), TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     elif FORMAT.SCALE_ROWS > 1:
-        blocks = (start + tl.arange(0, BLOCK_K)) // _SCALED_BLOCK
-        mask = in_rows[:, None] & (blocks <= (K - 1) // _SCALED_BLOCK)[None, :]
+        blocks = (start + tl.arange(0, TILES.BLOCK_K)) // _SCALED_BLOCK
+        mask = in_rows[:, None] & (blocks <= (TILES.K - 1) // _SCALED_BLOCK)[None, :]
         places = (rows // _SCALED_BLOCK * scales[1])[:, None] + (blocks * scales[2])[None, :]
         scale = tl.load(scales[0] + places, mask=mask, other=0.0)
-        acc = add_tile(x, weight.to(tl.float32) * scale, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        acc = add_tile(x, weight.to(tl.float32) * scale, acc, TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     else:
-        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        acc = add_tile(x, weight, acc, TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     return acc
 
 
@@ -344,60 +363,52 @@ def _multiply(
     x_stride,
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
     rows, in_rows, row_tile = x_rows
     columns, in_columns, tile, num_columns = weight_rows
-    SCALARS: tl.constexpr = FORMAT.SCALE_ROWS > 1 and USE_DOT
+    SCALARS: tl.constexpr = FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT
+    ROWS: tl.constexpr = TILES.BLOCK_N if TILES.WEIGHTS_LEFT else TILES.BLOCK_M
+    COLUMNS: tl.constexpr = TILES.BLOCK_M if TILES.WEIGHTS_LEFT else TILES.BLOCK_N
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    WARP_SPLIT: tl.constexpr = TILES.WARP_SPLIT
     if WARP_SPLIT > 1:
-        acc = tl.zeros(
-            [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
-        )
-    elif USE_DOT:
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([WARP_SPLIT, ROWS, COLUMNS], tl.float32)
+    elif TILES.USE_DOT:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    if DEPTH == BLOCK_K:
+        acc = tl.zeros([ROWS, COLUMNS, BLOCK_K], tl.float32)
+    if TILES.DEPTH == BLOCK_K:
         acc = _add_stored_tile(
-            x, weight, acc, tile_scales if SCALARS else scales, columns, in_columns, begin, FORMAT,
-            K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
-        )  # fmt: skip
+            x, weight, acc, tile_scales if SCALARS else scales, columns, in_columns, begin, FORMAT, TILES
+        )
     else:
-        end = begin + DEPTH
-        if FORMAT.SCALE_ROWS > 0 and DEPTH != K:
-            end = tl.minimum(end, K)
-        COLUMNS: tl.constexpr = None if FORMAT.SCALE_ROWS > 0 and K % BLOCK_K == 0 else K
+        end = begin + TILES.DEPTH
+        if FORMAT.SCALE_ROWS > 0 and TILES.DEPTH != TILES.K:
+            end = tl.minimum(end, TILES.K)
+        KNOWN: tl.constexpr = None if FORMAT.SCALE_ROWS > 0 and TILES.K % BLOCK_K == 0 else TILES.K
         for start in range(begin, end, BLOCK_K):
-            if TMA:
-                x_part = descriptors[0].load([row_tile * BLOCK_M, start])
-                weight_part = descriptors[1].load([tile * BLOCK_N, start])
+            if TILES.TMA:
+                x_part = descriptors[0].load([row_tile * TILES.BLOCK_M, start])
+                weight_part = descriptors[1].load([tile * TILES.BLOCK_N, start])
             else:
-                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, COLUMNS, BLOCK_K, WARP_SPLIT)
+                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, KNOWN, BLOCK_K, WARP_SPLIT)
                 weight_part = load_tile(
-                    pointers[1], columns, in_columns, K, start, COLUMNS, BLOCK_K, WARP_SPLIT
+                    pointers[1], columns, in_columns, TILES.K, start, KNOWN, BLOCK_K, WARP_SPLIT
                 )
             acc = _add_stored_tile(
-                x_part, weight_part, acc, tile_scales if SCALARS else scales, columns, in_columns, start, FORMAT,
-                K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
+                x_part, weight_part, acc, tile_scales if SCALARS else scales, columns, in_columns, start,
+                FORMAT, TILES,
             )  # fmt: skip
             if SCALARS:
                 # A turn before they are used.
-                tile_scales = _tile_scales(scales, tile, num_columns, start + BLOCK_K, FORMAT, K, BLOCK_N)
+                tile_scales = _tile_scales(scales, tile, num_columns, start + BLOCK_K, FORMAT, TILES)
     if WARP_SPLIT > 1:
         acc = sum_warps(acc)
-    elif not USE_DOT:
+    elif not TILES.USE_DOT:
         acc = tl.sum(acc, 2)
-    if WEIGHTS_LEFT:
+    if TILES.WEIGHTS_LEFT:
         acc = tl.trans(acc)
     return acc
 
@@ -409,17 +420,16 @@ def _scales_of_turn(
     across,  # tile of the result's columns, and how many columns there are
     start,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return what products of columns of ``x`` from ``start`` on are scaled by: [BLOCK_M], and see ``_tile_scales``."""
     scale_ptr, rows, in_rows, num_rows = x_scales
     # A part of the depth beyond the last column has no turns.
-    group = tl.minimum(start, K - 1) // _SCALED_BLOCK
+    group = tl.minimum(start, TILES.K - 1) // _SCALED_BLOCK
     scale = tl.load(scale_ptr + group * num_rows + rows, mask=in_rows, other=0.0)
     first, second = 1.0, 1.0
     if FORMAT.SCALE_ROWS > 1:
-        first, second = _tile_scales(scales, across[0], across[1], start, FORMAT, K, BLOCK_N)
+        first, second = _tile_scales(scales, across[0], across[1], start, FORMAT, TILES)
     return scale, first, second
 
 
@@ -432,36 +442,34 @@ def _multiply_split(
     weight_rows,  # of the result's columns, which of these there are, their tile; how many there are
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N].
 
     Tensor cores add float8 products up with fewer bits than float32 has, so those of a block's depth at most.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     row_tile, num_rows = x_rows
     columns, in_columns, tile, num_columns = weight_rows
     parts = row_tile * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     # What is not there is not loaded, whatever comes instead: a row of the result has only its own numbers.
     in_parts, in_rows = (parts < 2 * num_rows)[:, None], rows < num_rows
-    x_offsets = parts.to(tl.int64)[:, None] * K
-    weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * K
-    ks = tl.arange(0, BLOCK_K)[None, :]
+    x_offsets = parts.to(tl.int64)[:, None] * TILES.K
+    weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * TILES.K
+    ks = tl.arange(0, TILES.BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    num_turns = tl.cdiv(tl.minimum(begin + DEPTH, K) - begin, BLOCK_K)
+    num_turns = tl.cdiv(tl.minimum(begin + TILES.DEPTH, TILES.K) - begin, TILES.BLOCK_K)
     # All programs read ``x``. Each begins elsewhere, so that they do not ask for the same lines at once.
     first_turn = tile % tl.maximum(num_turns, 1)
     x_scales = (x[1], rows, in_rows, num_rows)
     across = (tile, num_columns)
-    start = begin + first_turn * BLOCK_K
-    scale, first, second = _scales_of_turn(x_scales, scales, across, start, FORMAT, K, BLOCK_N)
+    start = begin + first_turn * TILES.BLOCK_K
+    scale, first, second = _scales_of_turn(x_scales, scales, across, start, FORMAT, TILES)
     for index in range(0, num_turns):
         turn = first_turn + index
-        start = begin + tl.where(turn < num_turns, turn, turn - num_turns) * BLOCK_K
+        start = begin + tl.where(turn < num_turns, turn, turn - num_turns) * TILES.BLOCK_K
         x_part = tl.load(x[0] + x_offsets + (start + ks), mask=in_parts)
         weight_part = tl.load(weight_ptr + weight_offsets + (start + ks))
         products = tl.dot(weight_part, tl.trans(x_part))
@@ -473,8 +481,8 @@ def _multiply_split(
             factors *= first
         acc += (high + low * 0.0625) * factors
         # A turn before they are used.
-        after = begin + tl.where(turn + 1 < num_turns, turn + 1, turn + 1 - num_turns) * BLOCK_K
-        scale, first, second = _scales_of_turn(x_scales, scales, across, after, FORMAT, K, BLOCK_N)
+        after = begin + tl.where(turn + 1 < num_turns, turn + 1, turn + 1 - num_turns) * TILES.BLOCK_K
+        scale, first, second = _scales_of_turn(x_scales, scales, across, after, FORMAT, TILES)
     return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
 
 
@@ -491,28 +499,17 @@ def _products(
     x_sizes,  # number of rows, and their stride
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile, [BLOCK_M, BLOCK_N], in the way that ``FORMAT`` asks for; see ``_multiply``."""
     if FORMAT.SPLIT:
         acc = _multiply_split(
-            pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin,
-            FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin, FORMAT, TILES
+        )
     else:
         acc = _multiply(
             x, weight, descriptors, (pointers[0][0], pointers[1]), scales, tile_scales, x_rows, weight_rows,
-            x_sizes[1], begin, FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA,
-            EXACT,
+            x_sizes[1], begin, FORMAT, TILES,
         )  # fmt: skip
     return acc
 
@@ -584,16 +581,8 @@ def small_batch_linear_kernel(
     out_stride,
     eps,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,  # E
-    DEPTH: tl.constexpr,  # columns of x that a program takes: K / SPLIT_K, rounded up to BLOCK_K
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
     SPLIT_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,  # RMSNorm, with CENTRE LayerNorm
     CENTRE: tl.constexpr,
@@ -602,7 +591,6 @@ def small_batch_linear_kernel(
     GATED: tl.constexpr,  # silu(first) * second of each pair of columns
     RESIDUAL: tl.constexpr,
     OUT_PARTS: tl.constexpr,
-    EXACT: tl.constexpr,
     PREFETCH: tl.constexpr,  # 128-byte lines per column to ask for ahead, a power of two
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # let the next kernel start at once, else when x is asked for
@@ -612,36 +600,38 @@ def small_batch_linear_kernel(
     program = tl.program_id(0)
     tile, row_tile = program // num_row_tiles, program % num_row_tiles
     part = tl.program_id(1)
-    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = row_tile * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    columns = tile * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     in_rows = rows < num_rows
     in_columns = columns < num_columns
     weight_rows = _stored_rows(columns, num_columns, FORMAT)
     wide_rows = rows.to(tl.int64)
-    OUT_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    OUT_BLOCK: tl.constexpr = TILES.BLOCK_N // 2 if GATED else TILES.BLOCK_N
     width = num_columns // 2 if GATED else num_columns
     out_columns = tile * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     in_out = out_columns < width
     inside = in_rows[:, None] & in_out[None, :]
-    begin = part * DEPTH
+    begin = part * TILES.DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
     x_scale, next_weight, weight_scale, tile_scales = None, None, None, None
     # What is constant is loaded before the wait.
-    WHOLE: tl.constexpr = DEPTH == BLOCK_K and not FORMAT.SPLIT
-    if WHOLE and TMA:
-        weight = weight_desc.load([tile * BLOCK_N, begin])
+    WHOLE: tl.constexpr = TILES.DEPTH == TILES.BLOCK_K and not FORMAT.SPLIT
+    if WHOLE and TILES.TMA:
+        weight = weight_desc.load([tile * TILES.BLOCK_N, begin])
     elif WHOLE:
-        weight = load_tile(weight_ptr, weight_rows, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
+        weight = load_tile(
+            weight_ptr, weight_rows, in_columns, TILES.K, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT
+        )
     elif PREFETCH > 0:
-        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, K, PREFETCH)
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, TILES.K, PREFETCH)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
         weight_scale = tl.load(scales[0] + weight_rows * scales[1], mask=in_columns, other=0.0)
-    elif FORMAT.SCALE_ROWS > 1 and USE_DOT and not FORMAT.SPLIT:
-        tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, K, BLOCK_N)
+    elif FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT and not FORMAT.SPLIT:
+        tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, TILES)
     if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
     if x_scale_ptr is not None:
@@ -657,16 +647,15 @@ def small_batch_linear_kernel(
         )
     if NORM:
         moments = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
-    if WHOLE and TMA:
-        x = x_desc.load([row_tile * BLOCK_M, begin])
+    if WHOLE and TILES.TMA:
+        x = x_desc.load([row_tile * TILES.BLOCK_M, begin])
     elif WHOLE:
-        x = load_tile(given[0], rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
+        x = load_tile(given[0], rows, in_rows, x_stride, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     acc = _products(
         x, weight, (x_desc, weight_desc), (given, weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
-        (weight_rows, in_columns, tile, num_columns), (num_rows, x_stride), begin,
-        FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+        (weight_rows, in_columns, tile, num_columns), (num_rows, x_stride), begin, FORMAT, TILES,
     )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
@@ -674,7 +663,7 @@ def small_batch_linear_kernel(
     if is_last:
         result = _finish(
             acc, moments, column_sum, bias, weight_scale, x_scale, residual, eps,
-            K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
+            TILES.K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
         ).to(out_ptr.dtype.element_ty)  # fmt: skip
         _leave_to_norm(result, next_weight, after, rows, in_rows, out_columns, inside, tile, width, OUT_PARTS)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
@@ -814,8 +803,6 @@ def small_batch_linear(
         out.stride(0),
         0.0 if norm is None else norm.eps,
         FORMAT=form,
-        K=depth,
-        DEPTH=shape.depth,
         BIAS=bias is not None,
         NORM=norm is not None,
         CENTRE=layer.column_sums is not None,
@@ -824,11 +811,10 @@ def small_batch_linear(
         GATED=layer.is_gated,
         RESIDUAL=residual is not None,
         OUT_PARTS=0 if next_norm is None else shape.num_parts,
-        EXACT=x.dtype == torch.float32,
         PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
         launch_pdl=use_pdl,
-        **_tiles_of(config, form),
+        **_options_of(config, form, depth, shape.depth, is_exact=x.dtype == torch.float32),
     )
     return after.result(next_norm, out)
 
@@ -905,18 +891,25 @@ def _describe(
     )
 
 
-@lru_cache(maxsize=1024)
-def _tiles_of(config: LinearConfig, form: WeightFormat) -> dict[str, Any]:
+@lru_cache(maxsize=4096)
+def _options_of(
+    config: LinearConfig, form: WeightFormat, depth: int, depth_of_program: int, *, is_exact: bool
+) -> dict[str, Any]:
     """Return the kernel's arguments that follow from these alone."""
     return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "TILES": Tiles(
+            depth,
+            depth_of_program,
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.warp_split,
+            config.use_dot,
+            config.weights_left,
+            config.use_tma,
+            is_exact,
+        ),
         "SPLIT_K": config.split_k,
-        "WARP_SPLIT": config.warp_split,
-        "USE_DOT": config.use_dot,
-        "WEIGHTS_LEFT": config.weights_left,
-        "TMA": config.use_tma,
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
