@@ -46,6 +46,7 @@ from rose_backend.kernels.arguments import (
     Float8Experts,
     Float8Weight,
     HeadRotation,
+    Int4Weight,
     NewTokens,
     NormInput,
     PackedLinear,
@@ -69,9 +70,9 @@ from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
     adapter_rows,
     add_adapters,
-    float8_linear,
     pack_linear,
     pack_norm,
+    quantized_linear,
     small_batch_linear,
     small_batch_linear_before_norm,
 )

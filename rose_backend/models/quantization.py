@@ -1,7 +1,8 @@
-"""What config.json says of weights that are stored in 8 bits.
+"""What config.json says of weights that are stored in 8 or 4 bits.
 
-Only how scales are stored depends on the format: an e4m3 number times its scale is the weight in all of them. Which
-matrices are quantized is seen by the types of their tensors.
+Of float8 only how scales are stored depends on the format: an e4m3 number times its scale is the weight in all of them.
+How int4 formats store codes is said in ``rose_backend.kernels.linear.int4_formats``. Which matrices are quantized is
+seen by their tensors.
 """
 
 from __future__ import annotations
@@ -13,26 +14,48 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels.linear.int4_formats import COMPRESSED_TENSORS, Int4Format
 
 _BLOCK = [128, 128]
-UNUSED_SUFFIXES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
-"""Scales of activations, which stay in 16 bits, and of K/V caches, by their older names, too."""
+UNUSED_SUFFIXES = (
+    *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+    ".weight_shape",
+)
+"""Scales of activations, which stay in 16 bits, and of K/V caches, by their older names, too; shapes that are known."""
 _FIELD = "config.json: quantization_config"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quantization:
+    """How matrices of a checkpoint are quantized."""
+
+    ignored: tuple[str, ...] = ()
+    """Names or patterns of modules that are not."""
+
+    def ignores(self, module: str) -> bool:
+        """Whether config.json says that a module is not quantized."""
+        return any(_matches(pattern, module) for pattern in self.ignored)
+
+
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class Float8Quantization(_Quantization):
     """How float8 matrices of a checkpoint are scaled."""
 
     scales: Literal["blocks", "rows", "tensor"]
     scale_name: str
     """Of the tensor beside ``weight``."""
-    ignored: tuple[str, ...] = ()
-    """Names or patterns of modules that are not quantized."""
 
-    def ignores(self, module: str) -> bool:
-        """Whether config.json says that a module is not quantized."""
-        return any(_matches(pattern, module) for pattern in self.ignored)
+
+@dataclass(frozen=True, slots=True)
+class Int4Quantization(_Quantization):
+    """How int4 matrices of a checkpoint are stored."""
+
+    form: Int4Format
+    group_size: int | None
+    """Columns that share a scale; None: all of a row's."""
+
+
+Quantization = Float8Quantization | Int4Quantization
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -71,13 +94,13 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     block = config.get("weight_block_size")
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
     if block is None:
-        return Quantization("tensor", "weight_scale", ignored)
+        return Float8Quantization("tensor", "weight_scale", ignored=ignored)
     _require("", config, "weight_block_size", _BLOCK)
-    return Quantization("blocks", "weight_scale_inv", ignored)
+    return Float8Quantization("blocks", "weight_scale_inv", ignored=ignored)
 
 
 def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    _require("", config, "format", "float-quantized")
+    _require("", config, "format", "float-quantized", "pack-quantized")
     for name in ("sparsity_config", "transform_config"):
         if config.get(name):
             raise ModelError(f"{_FIELD}.{name} is not supported")
@@ -91,21 +114,36 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     )
     if not isinstance(weights, dict):
         raise ModelError(f"{_FIELD}{path} must be an object, got {weights!r}")
+    ignored = _names(config, "ignore")
+    if config["format"] == "pack-quantized":
+        return _read_packed(path, weights, ignored)
     _require(path, weights, "num_bits", 8)
     _require(path, weights, "type", "float")
     _require(path, weights, "symmetric", True, None)
     _require(path, weights, "dynamic", False, None)
     _require(path, weights, "strategy", "channel", "tensor", "block")
-    ignored = _names(config, "ignore")
     if weights["strategy"] == "block":
         _require(path, weights, "block_structure", _BLOCK)
-        return Quantization("blocks", "weight_scale", ignored)
-    return Quantization("rows" if weights["strategy"] == "channel" else "tensor", "weight_scale", ignored)
+        return Float8Quantization("blocks", "weight_scale", ignored=ignored)
+    scales: Literal["rows", "tensor"] = "rows" if weights["strategy"] == "channel" else "tensor"
+    return Float8Quantization(scales, "weight_scale", ignored=ignored)
+
+
+def _read_packed(path: str, weights: Mapping[str, Any], ignored: tuple[str, ...]) -> Int4Quantization:
+    _require(path, weights, "num_bits", 4)
+    _require(path, weights, "type", "int", None)
+    _require(path, weights, "symmetric", True, None)
+    _require(path, weights, "dynamic", False, None)
+    # With others, columns that share a scale are no neighbors.
+    _require(path, weights, "actorder", None, False, "weight", "static")
+    _require(path, weights, "strategy", "group")
+    _require(path, weights, "group_size", 128)
+    return Int4Quantization(COMPRESSED_TENSORS, weights["group_size"], ignored=ignored)
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Quantization:
     _require("", config, "quant_algo", "FP8")
-    return Quantization("tensor", "weight_scale", _names(config, "ignore", "exclude_modules"))
+    return Float8Quantization("tensor", "weight_scale", ignored=_names(config, "ignore", "exclude_modules"))
 
 
 def _require(path: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import get_model
 from rose_backend.kernels import Float8Weight, small_batch_linear
 from rose_backend.layers.linear import Linear
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder
-from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, write_pair
+from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.vllm_plugin.configs import MakeConfig
 
 pytestmark = pytest.mark.gpu

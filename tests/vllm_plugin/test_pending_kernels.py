@@ -35,8 +35,8 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     recorded_step,
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
-from tests.support.float8_checkpoints import write_pair
 from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import write_pair
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 

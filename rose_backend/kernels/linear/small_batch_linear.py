@@ -21,6 +21,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
   products are multiplied before they are added up. Those conversions take as long as the weights to arrive. So where
   tensor cores multiply float8 numbers, weights stay as they are and ``x`` becomes a sum of two such numbers, which have
   all bits of bfloat16 (``split_rows``): twice the products, which cost nothing at few rows, and no conversion.
+- Of weights in 4 bits a tile of words becomes four tiles of numbers in the type of ``x``, which is exact
+  (``from_int4``). They are multiplied one after the other, and sums over columns that share a scale by that.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -38,7 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     SCALED_BLOCK,
-    Float8Weight,
+    Int4Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
@@ -52,11 +54,13 @@ from rose_backend.kernels.gpu_properties import (
     has_float8_tensor_cores,
 )
 from rose_backend.kernels.linear.float8 import from_float8, split_rows
+from rose_backend.kernels.linear.int4 import from_int4, of_codes
 from rose_backend.kernels.tuning.choices import (
     LINEAR_PREFETCH,
     MAX_SPLIT_FLOATS,
     LinearConfig,
     choose_float8_config,
+    choose_int4_config,
     choose_linear_config,
 )
 
@@ -74,6 +78,10 @@ class WeightFormat(NamedTuple):
     """See ``from_float8``."""
     SPLIT: bool = False
     """``x`` is a sum of two float8 numbers (``split_rows``), and they are multiplied as they are."""
+    STEP: int = 0
+    """Columns between those of a word of an ``Int4Weight``; 0: of another weight."""
+    GROUP: int = 0
+    """Columns of such a weight that share a scale, ``STEP`` or twice as many; 0: see ``SCALE_ROWS``."""
 
 
 class Tiles(NamedTuple):
@@ -81,6 +89,8 @@ class Tiles(NamedTuple):
 
     K: int
     """Columns of ``x``."""
+    WIDTH: int
+    """Of a row of the weight as it is stored."""
     DEPTH: int
     """Of them those that a program takes: ``K / SPLIT_K``, rounded up to ``BLOCK_K``."""
     BLOCK_M: int
@@ -256,16 +266,26 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def _ask_ahead(weight_ptr, rows, num_rows, begin, K: tl.constexpr, PREFETCH: tl.constexpr):
+def _ask_ahead(
+    weight_ptr,
+    rows,
+    num_rows,
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
+    PREFETCH: tl.constexpr,
+):
     """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight."""
     LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
+    if FORMAT.STEP > 0:
+        begin = begin // 4
+    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, TILES.WIDTH - 1)
     known = tl.minimum(rows, num_rows - 1).to(tl.int64)
     # One request per line; the asm's result only gives the operation a value to hang on.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [weight_ptr + known[:, None] * K + lines[None, :]],
+        [weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :]],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -487,6 +507,57 @@ def _multiply_split(
 
 
 @triton.jit
+def _multiply_int4(
+    x_ptr,
+    weight_ptr,
+    scales,  # see ``small_batch_linear_kernel``
+    x_rows,  # rows, which of them there are, their stride
+    weight_rows,  # of the result's columns, which of these there are; how many there are
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
+):
+    """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    STEP: tl.constexpr = FORMAT.STEP
+    GROUP: tl.constexpr = FORMAT.GROUP
+    PRECISION: tl.constexpr = "ieee" if TILES.EXACT else "tf32"
+    rows, in_rows, x_stride = x_rows
+    columns, in_columns, num_columns = weight_rows
+    # What is not there is not loaded, whatever comes instead: a row of the result has only its own numbers.
+    known, in_x = tl.minimum(columns, num_columns - 1), in_rows[:, None]
+    steps = tl.arange(0, STEP)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + steps
+    word_ptrs = weight_ptr + known.to(tl.int64)[:, None] * TILES.WIDTH + steps
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale = of_codes(scales[0], known, num_columns, begin, TILES.K, STEP, GROUP)
+    zeros = of_codes(scales[3], known, num_columns, begin, TILES.K, STEP, GROUP)
+    for start in range(begin, tl.minimum(begin + TILES.DEPTH, TILES.K), TILES.BLOCK_K):
+        words = tl.load(word_ptrs + start // 4)
+        numbers = from_int4(words, zeros, x_ptr.dtype.element_ty, FORMAT.BY_ASSEMBLER)
+        for code in tl.static_range(4):
+            first = start + code * STEP
+            if TILES.K % TILES.BLOCK_K == 0:
+                x = tl.load(x_ptrs + first, mask=in_x)
+            else:
+                # There are codes past the last column, too.
+                x = tl.load(x_ptrs + first, mask=in_x & (first + steps < TILES.K), other=0.0)
+            products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
+            if GROUP > 0 and (code + 1) * STEP % GROUP == 0:
+                acc += products * scale[code].to(tl.float32)
+                products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if GROUP > 0:
+            # A turn before they are used.
+            scale = of_codes(scales[0], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
+            zeros = of_codes(scales[3], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
+    if GROUP == 0:
+        acc = products
+    return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
+
+
+@triton.jit
 def _products(
     x,
     weight,
@@ -506,6 +577,11 @@ def _products(
         acc = _multiply_split(
             pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin, FORMAT, TILES
         )
+    elif FORMAT.STEP > 0:
+        acc = _multiply_int4(
+            pointers[0][0], pointers[1], scales, (x_rows[0], x_rows[1], x_sizes[1]),
+            (weight_rows[0], weight_rows[1], weight_rows[3]), begin, FORMAT, TILES,
+        )  # fmt: skip
     else:
         acc = _multiply(
             x, weight, descriptors, (pointers[0][0], pointers[1]), scales, tile_scales, x_rows, weight_rows,
@@ -562,8 +638,8 @@ def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
     weight_desc,
     given,  # x, [T, E], and None; with SPLIT of the format what ``split_rows`` returns
-    weight_ptr,  # [O, E], with scales of uint8, with SPLIT of float8
-    scales,  # pointer and strides of ``Float8Weight.scales``; None without
+    weight_ptr,  # [O, E], with scales of uint8, with SPLIT of float8; with STEP of the format [O, M] int16
+    scales,  # pointer and strides of rows and columns of scales, pointer to zeros of int4 or None; None without
     bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
@@ -617,7 +693,7 @@ def small_batch_linear_kernel(
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
     x_scale, next_weight, weight_scale, tile_scales = None, None, None, None
     # What is constant is loaded before the wait.
-    WHOLE: tl.constexpr = TILES.DEPTH == TILES.BLOCK_K and not FORMAT.SPLIT
+    WHOLE: tl.constexpr = TILES.DEPTH == TILES.BLOCK_K and not FORMAT.SPLIT and FORMAT.STEP == 0
     if WHOLE and TILES.TMA:
         weight = weight_desc.load([tile * TILES.BLOCK_N, begin])
     elif WHOLE:
@@ -625,7 +701,7 @@ def small_batch_linear_kernel(
             weight_ptr, weight_rows, in_columns, TILES.K, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT
         )
     elif PREFETCH > 0:
-        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, TILES.K, PREFETCH)
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, FORMAT, TILES, PREFETCH)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
@@ -680,7 +756,7 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
-MAX_FLOAT8_REGISTERS = 255
+MAX_REGISTERS = 255
 """All that a thread can have: the assembler's own choice may be a few too few."""
 _BYTES_AHEAD = LINEAR_PREFETCH["bytes_ahead"]
 _PROGRAMS_AT_ONCE = LINEAR_PREFETCH["programs_at_once"]
@@ -728,9 +804,13 @@ class _LaunchShape(NamedTuple):
     """Of the result's moments."""
 
 
+def _column_bytes(weight: torch.Tensor, form: WeightFormat) -> float:
+    return weight.element_size() / (4 if form.STEP else 1)
+
+
 @lru_cache(maxsize=4096)
 def _launch_shape(
-    num_rows: int, num_columns: int, depth: int, element_size: int, config: LinearConfig, form: WeightFormat
+    num_rows: int, num_columns: int, depth: int, column_bytes: float, config: LinearConfig, form: WeightFormat
 ) -> _LaunchShape:
     """Divide a product among programs.
 
@@ -746,7 +826,7 @@ def _launch_shape(
         )
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
     # On an H200, to ask ahead made a layer with split activations 1 to 3 % slower from 8 rows on, 1 % faster at one.
-    lines = 0 if form.SPLIT else lines_ahead(deep * element_size, config.block_n, tiles * config.split_k)
+    lines = 0 if form.SPLIT else lines_ahead(int(deep * column_bytes), config.block_n, tiles * config.split_k)
     return _LaunchShape(tiles, row_tiles, deep, lines, triton.next_power_of_2(tiles))
 
 
@@ -774,9 +854,9 @@ def small_batch_linear(
     x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
     weight, scales, form = _stored(layer, x)
-    bias, num_columns = layer.bias, weight.shape[0]
+    bias, num_columns, width = layer.bias, *weight.shape
     config = _checked(config or _choose_config(x, weight, form), form)
-    shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config, form)
+    shape = _launch_shape(num_rows, num_columns, depth, _column_bytes(weight, form), config, form)
     after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
         return after.result(next_norm, out)
@@ -814,7 +894,7 @@ def small_batch_linear(
         PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
         launch_pdl=use_pdl,
-        **_options_of(config, form, depth, shape.depth, is_exact=x.dtype == torch.float32),
+        **_options_of(config, form, (depth, width, shape.depth), is_exact=x.dtype == torch.float32),
     )
     return after.result(next_norm, out)
 
@@ -824,16 +904,20 @@ def _stored(
 ) -> tuple[torch.Tensor, tuple[Any, ...] | None, WeightFormat]:
     """Return a layer's weight as the kernel reads it, its scales with their strides, and how it is stored."""
     weight = layer.weight
-    if not isinstance(weight, Float8Weight):
+    if isinstance(weight, torch.Tensor):
         return weight, None, WeightFormat()
     form = WeightFormat(
-        SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
-        HALVES=layer.is_gated and not layer.alternates,
-        BY_ASSEMBLER=not triton.knobs.runtime.interpret,
-        SPLIT=can_split(x),
+        HALVES=layer.is_gated and not layer.alternates, BY_ASSEMBLER=not triton.knobs.runtime.interpret
     )
+    if isinstance(weight, Int4Weight):
+        is_whole = weight.scales.shape[0] == 1
+        form = form._replace(
+            SCALE_ROWS=int(is_whole), STEP=weight.step, GROUP=0 if is_whole else weight.group_size
+        )
+        return weight.words, (weight.scales, 1, weight.shape[0], weight.zeros), form
+    form = form._replace(SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1, SPLIT=can_split(x))
     values = weight.values if form.SPLIT else weight.values.view(torch.uint8)
-    return values, (weight.scales, *weight.scales.stride()), form
+    return values, (weight.scales, *weight.scales.stride(), None), form
 
 
 def can_split(x: torch.Tensor) -> bool:
@@ -849,6 +933,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
         ShapeError: a tile's rows or its depth do not divide those of a block, or the way that float8 numbers are
             multiplied is another one.
     """
+    is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
         if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k:
@@ -856,19 +941,31 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
                 f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, "
                 f"got {config}"
             )
-    if form.SPLIT:
-        is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
-        if not is_plain or SCALED_BLOCK % config.block_k:
-            raise ShapeError(
-                f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
-                f"{SCALED_BLOCK}, where x is split, got {config}"
-            )
+    if form.STEP and not (is_plain and config.block_k == 4 * form.STEP):
+        raise ShapeError(
+            f"config: expected weights_left without use_tma and warp_split, and a depth of {4 * form.STEP}, with an "
+            f"int4 weight, got {config}"
+        )
+    if form.SPLIT and not (is_plain and SCALED_BLOCK % config.block_k == 0):
+        raise ShapeError(
+            f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
+            f"{SCALED_BLOCK}, where x is split, got {config}"
+        )
     return config
 
 
 def _choose_config(x: torch.Tensor, weight: torch.Tensor, form: WeightFormat) -> LinearConfig:
     """Return the measured choice."""
     exact = x.dtype == torch.float32
+    if form.STEP:
+        return choose_int4_config(
+            x.shape[0],
+            weight.shape[0],
+            x.shape[1],
+            step=form.STEP,
+            exact=exact,
+            has_wgmma=has_float8_tensor_cores(x.device),
+        )
     if form.SCALE_ROWS and not exact:
         return choose_float8_config(x.shape[0], weight.shape[0], x.shape[1], split=form.SPLIT)
     return choose_linear_config(
@@ -893,13 +990,12 @@ def _describe(
 
 @lru_cache(maxsize=4096)
 def _options_of(
-    config: LinearConfig, form: WeightFormat, depth: int, depth_of_program: int, *, is_exact: bool
+    config: LinearConfig, form: WeightFormat, sizes: tuple[int, int, int], *, is_exact: bool
 ) -> dict[str, Any]:
-    """Return the kernel's arguments that follow from these alone."""
+    """Return the kernel's arguments that follow from these alone: ``sizes`` are the first ones of ``Tiles``."""
     return {
         "TILES": Tiles(
-            depth,
-            depth_of_program,
+            *sizes,
             config.block_m,
             config.block_n,
             config.block_k,
@@ -913,5 +1009,5 @@ def _options_of(
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_FLOAT8_REGISTERS if form.SCALE_ROWS and not form.SPLIT else None,
+        "maxnreg": MAX_REGISTERS if (form.SCALE_ROWS or form.STEP) and not form.SPLIT else None,
     }

@@ -1,6 +1,6 @@
-"""Checkpoints whose linear layers are in 8 bits, in each format, and the dense checkpoints that are equal to them.
+"""Checkpoints whose linear layers are in 8 or 4 bits, in each format, and the dense checkpoints that are equal to them.
 
-Scales and numbers are made by formulas, not by what reads them.
+Scales, numbers and codes are made by formulas, not by what reads them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FORMATS = (
     "modelopt",
     "compressed-tensors tensor",
 )
+INT4_FORMATS = ("pack-quantized 128",)
+"""And how many columns share a scale."""
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
@@ -35,29 +37,32 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# Whole groups, and words that end past the depth of a product.
+INT4_SIZES = {**SIZES, "hidden_size": 384}
 # Whole blocks: what all of vLLM's kernels take.
 GPU_SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
 KEPT = "model.layers.1.mlp.down_proj"
 
 
 def write_pair(path: Path, family: str, form: str, **changes: Any) -> tuple[Path, Path]:
-    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
-    float8 = write_checkpoint(path / "float8", family, **{**SIZES, **changes})
-    dense = Path(shutil.copytree(float8, path / "dense"))
-    meant = quantize(float8, form, ignored=(KEPT,))
+    """Write a quantized checkpoint, with one matrix that is not, and one in float32 that is equal to it."""
+    sizes = INT4_SIZES if form in INT4_FORMATS else SIZES
+    quantized = write_checkpoint(path / "quantized", family, **{**sizes, **changes})
+    dense = Path(shutil.copytree(quantized, path / "dense"))
+    meant = quantize(quantized, form, ignored=(KEPT,))
     save_file(
         {name: tensor.contiguous() for name, tensor in meant.items()},
         dense / "model.safetensors",
         {"format": "pt"},
     )
-    return float8, dense
+    return quantized, dense
 
 
 def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """Quantize the linear layers of a dense checkpoint in one file, and return its tensors as they were meant.
 
     Args:
-        form: one of ``FORMATS``.
+        form: one of ``FORMATS`` or of ``INT4_FORMATS``.
         ignored: names of modules that stay as they are, beside the head.
 
     Returns:
@@ -80,6 +85,10 @@ def quantized(
         if not module.endswith("_proj") or module in ignored or not name.endswith(".weight"):
             stored[name] = meant[name] = tensor
             continue
+        if form in INT4_FORMATS:
+            parts, meant[name] = quantized_in_4_bits(tensor.float(), form)
+            stored |= {f"{module}.{part}": value for part, value in parts.items()}
+            continue
         scales = scales_of(tensor.float(), form)
         spread = spread_out(scales, tensor.shape)
         stored[name] = (tensor.float() / spread).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
@@ -90,6 +99,28 @@ def quantized(
             if module.endswith("k_proj"):  # of the K/V cache
                 stored[f"{module}.{'k_scale' if form == 'modelopt' else 'output_scale'}"] = torch.tensor(0.5)
     return stored, meant
+
+
+def quantized_in_4_bits(weight: torch.Tensor, form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors that are stored of a matrix, by their names below its module's, and the matrix as meant."""
+    group = int(form.split()[1])
+    grouped = weight.unflatten(1, (-1, group))
+    scales = (grouped.abs().amax(2) / 7.5).bfloat16()
+    numbers = (grouped / scales.float()[..., None]).round().clamp(-8, 7)
+    meant = (numbers * scales.float()[..., None]).flatten(1)
+    stored = {
+        "weight_packed": packed(numbers.flatten(1) + 8),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return stored, meant
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return int32 numbers of eight codes of the last axis each: number ``i`` of them is in bits ``4 i .. 4 i + 3``."""
+    places = 16 ** torch.arange(8, device=codes.device)
+    sums = (codes.long().unflatten(-1, (-1, 8)) * places).sum(-1)
+    return torch.where(sums < 1 << 31, sums, sums - (1 << 32)).int()
 
 
 def write_description(folder: Path, form: str, ignored: list[str]) -> None:
@@ -142,6 +173,19 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
             "activation_scheme": "dynamic" if blocks else "static",
             "modules_to_not_convert": ignored,
             **blocks,
+        }
+    if form in INT4_FORMATS:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": int(form.split()[1])}
+        weights |= {"symmetric": True, "dynamic": False, "actorder": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+            },
+            "ignore": ignored,
+            "kv_cache_scheme": None,
         }
     strategy = form.split()[1]
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}

@@ -1,0 +1,62 @@
+"""How other packages store matrices in 4 bits, and what they become in an ``Int4Weight``, in plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.kernels.arguments import Int4Weight
+
+
+class Packing(NamedTuple):
+    """How a matrix of codes is stored: eight in an int32, from the lowest bits on."""
+
+    name: str
+    """Of the tensor, as part of its layer."""
+    is_transposed: bool
+    """The stored matrix has inputs, or groups of them, as its rows."""
+    axis: int
+    """Of the stored matrix: the one along which codes are neighbors."""
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the stored tensor."""
+        sizes = [inputs, outputs] if self.is_transposed else [outputs, inputs]
+        sizes[self.axis] = -(-sizes[self.axis] // 8)
+        return sizes[0], sizes[1]
+
+    def unpack(self, packed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+        """Return the codes, uint8 [outputs, inputs], of a contiguous tensor of ``shape``."""
+        words = packed.movedim(self.axis, -1).contiguous().view(torch.uint8)
+        codes = torch.stack([words & 15, words >> 4], -1).flatten(-2).movedim(-1, self.axis)
+        return (codes.t() if self.is_transposed else codes)[:outputs, :inputs]
+
+
+class Int4Format(NamedTuple):
+    """How a package stores a matrix in 4 bits."""
+
+    codes: Packing
+    scales_name: str
+    """Of a tensor like that of the codes, with a number for each group in place of codes."""
+
+
+COMPRESSED_TENSORS = Int4Format(Packing("weight_packed", False, 1), "weight_scale")
+"""``pack-quantized``."""
+
+
+def store_int4(
+    weight: Int4Weight,  # written
+    first_row: int,
+    codes: torch.Tensor,  # [rows, E] uint8
+    scales: torch.Tensor,  # [rows, N]
+) -> None:
+    """Fill rows of a weight."""
+    rows = slice(first_row, first_row + codes.shape[0])
+    words = weight.words[rows]
+    padded = F.pad(codes, (0, 4 * words.shape[1] - codes.shape[1]))
+    first, second, third, fourth = padded.unflatten(1, (-1, 4, weight.step)).unbind(2)
+    # The bytes of a word, the lower one first.
+    halves = torch.stack([first | second << 4, third | fourth << 4], -1)
+    words.copy_(halves.flatten(1).view(torch.int16))
+    weight.scales[:, rows] = scales.t()

@@ -1,0 +1,257 @@
+"""Checkpoints in 4 bits: the same numbers as of a dense checkpoint, in every format; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.errors import ModelError
+from rose_backend.kernels import Int4Weight
+from rose_backend.layers.linear import Linear, Mlp
+from rose_backend.models.base import CausalLM, load_model
+from tests.support.half_precision import judge
+from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
+from tests.support.quantized_checkpoints import (
+    INT4_FORMATS,
+    packed,
+    quantized_in_4_bits,
+    write_pair,
+)
+from tests.support.reference_generation import greedy_differences
+
+
+def linears_of(model: CausalLM) -> list[Linear]:
+    found = []
+    for layer in model.weights.layers:
+        assert isinstance(layer.mlp, Mlp)
+        found += [layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("qwen3", form) for form in INT4_FORMATS),
+        *((family, INT4_FORMATS[0]) for family in ("llama-biases", "mistral", "qwen2")),
+    ],
+)
+@pytest.mark.parametrize("packs", [False, True], ids=["as loaded", "packed"])
+def test_answers_are_those_of_the_dense_checkpoint(
+    tmp_path: Path, family: str, form: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda *_: packs)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+    prompts = [[5, 9, 2], list(range(1, 60)), [VOCAB_SIZE - 1]]
+    answers = []
+    for path in write_pair(tmp_path, family, form):
+        with LLM(str(path), device="cpu", dtype="float32") as llm:
+            answers.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert [each.token_ids for each in answers[0]] == [each.token_ids for each in answers[1]]
+    if not packs:
+        assert [each.logprobs for each in answers[0]] == [each.logprobs for each in answers[1]]
+
+
+@pytest.mark.parametrize("form", INT4_FORMATS)
+def test_every_matrix_is_the_one_that_was_meant(tmp_path: Path, form: str) -> None:
+    quantized, dense = write_pair(tmp_path, "qwen3", form)
+    model, expected = load_model(quantized), load_model(dense)
+    pairs = list(zip(linears_of(model), linears_of(expected), strict=True))
+    assert [isinstance(each.weight, Int4Weight) for each, _ in pairs] == [True] * 7 + [False]
+    for each, same in pairs[:7]:
+        assert isinstance(each.weight, Int4Weight) and isinstance(same.weight, torch.Tensor)
+        each.weight.check()
+        assert torch.equal(each.weight.dequantized(torch.float32), same.weight.t())
+    model.pack_for_small_batches()
+    for before, after in zip(pairs, linears_of(model), strict=True):
+        if isinstance(before[0].weight, Int4Weight):
+            assert after.packed is not None and after.packed.weight is after.weight is before[0].weight
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_scales_are_kept_in_their_type(tmp_path: Path, stored: torch.dtype) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
+    change_tensors(path, "_scale", lambda tensor: tensor.to(stored))
+    kept = torch.float32 if stored is torch.float64 else stored
+    for weight in (each.weight for each in linears_of(load_model(path, dtype="bfloat16"))[:7]):
+        assert isinstance(weight, Int4Weight) and weight.scales.dtype is kept
+    # Of matrices that become one, in a type that has them all.
+    other = torch.bfloat16 if stored is torch.float16 else torch.float16
+    change_tensors(path, "k_proj.weight_scale", lambda tensor: tensor.to(other))
+    joined, alone = (each.weight for each in linears_of(load_model(path, dtype="bfloat16"))[:2])
+    assert isinstance(joined, Int4Weight) and joined.scales.dtype is torch.float32
+    assert isinstance(alone, Int4Weight) and alone.scales.dtype is kept
+
+
+def test_codes_are_packed_as_compressed_tensors_packs_them() -> None:
+    """So that a wrong order here is no wrong order there."""
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    scheme = pytest.importorskip("compressed_tensors.quantization").QuantizationScheme
+    weight = torch.randn(48, 384, generator=torch.Generator().manual_seed(0))
+    stored, meant = quantized_in_4_bits(weight, "pack-quantized 128")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    given = {"weight": weight, "weight_scale": stored["weight_scale"].float()}
+    theirs = base.PackedQuantizationCompressor.compress(given, scheme(targets=["Linear"], weights=weights))
+    assert set(theirs) == set(stored)
+    assert torch.equal(theirs["weight_packed"], stored["weight_packed"])
+    assert torch.equal(theirs["weight_shape"], stored["weight_shape"])
+    back = base.PackedQuantizationCompressor.decompress(theirs, scheme(targets=["Linear"], weights=weights))
+    assert torch.equal(back["weight"], meant)
+
+
+def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
+    with_weights = load_model(path, device="meta", dtype="float32")
+    (path / "model.safetensors").unlink()
+    without = load_model(path, device="meta", dtype="float32")
+    for model in (with_weights, without):
+        assert [isinstance(each.weight, Int4Weight) for each in linears_of(model)] == [True] * 7 + [False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", INT4_FORMATS)
+def test_on_a_gpu(tmp_path: Path, form: str) -> None:
+    """Prompts, and decodes of 150 requests: in float32 the dense tokens, in 16 bits no further off than dense ones."""
+    quantized, dense = write_pair(tmp_path, "qwen3", form)
+    random = np.random.default_rng(0)
+    prompts = [tuple(random.integers(1, VOCAB_SIZE, length).tolist()) for length in (1, 17, 300, *[40] * 147)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    errors = {}
+    halves = [(path, dtype) for dtype in ("bfloat16", "float16") for path in (quantized, dense)]
+    for path, dtype in [(quantized, "float32"), *halves]:
+        with LLM(str(path), device="cuda", dtype=dtype, max_num_seqs=160) as llm:
+            answers = [output.outputs[0] for output in llm.generate(list(map(list, prompts)), params)]
+        tokens = [each.token_ids for each in answers]
+        if dtype == "float32":
+            assert not (differences := greedy_differences(dense, tuple(prompts), tokens)), differences
+            continue
+        given = torch.tensor(
+            [
+                [
+                    of_token[token].logprob
+                    for of_token, token in zip(each.logprobs, each.token_ids, strict=True)
+                ]
+                for each in answers
+            ]
+        )
+        truth = torch.stack([each.logprobs for each in judge(dense, tuple(prompts), tokens)])
+        errors[path, dtype] = float((given - truth).abs().max())
+    for dtype in ("bfloat16", "float16"):
+        assert errors[quantized, dtype] <= 2 * errors[dense, dtype]
+
+
+GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {**GROUPS, **changes}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (with_weights(num_bits=8), "weights.num_bits=8 is not supported, allowed are 4"),
+        (with_weights(type="float"), "weights.type='float' is not supported, allowed are int, null"),
+        (with_weights(symmetric=False), "weights.symmetric=False is not supported, allowed are True, null"),
+        (with_weights(dynamic=True), "weights.dynamic=True is not supported"),
+        (
+            with_weights(actorder="group"),
+            "weights.actorder='group' is not supported, allowed are null, False",
+        ),
+        (with_weights(strategy="tensor_group"), "weights.strategy='tensor_group' is not supported"),
+        (with_weights(group_size=16), "weights.group_size=16 is not supported, allowed are 128"),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama")
+    change_json(path / "config.json", quantization_config=config)
+    # Before weights are looked at.
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError) as refused:
+        load_model(path)
+    assert message in str(refused.value)
+
+
+def change_tensors(path: Path, ending: str, change: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    found = {
+        name: new.contiguous()
+        for name, tensor in tensors.items()
+        if name.endswith(ending) and (new := change(tensor)) is not None
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+    save_file({**kept, **found}, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("ending", "change", "message"),
+    [
+        (
+            "layers.0.self_attn.k_proj.weight_packed",
+            lambda tensor: None,
+            "q_proj, layers.0.self_attn.k_proj, layers.0.self_attn.v_proj are computed together: all must be quantized",
+        ),
+        (
+            "layers.0.mlp.down_proj.weight_scale",
+            lambda tensor: tensor * float("inf"),
+            "layers.0.mlp.down_proj has weights or scales that are not numbers",
+        ),
+        (
+            "layers.0.mlp.down_proj.weight_scale",
+            lambda tensor: tensor[:, :-1],
+            "'model.layers.0.mlp.down_proj.weight_scale' has shape [384, 2], expected [384, 3]",
+        ),
+        (
+            "layers.0.mlp.down_proj.weight_packed",
+            lambda tensor: tensor[:, :-1],
+            "'model.layers.0.mlp.down_proj.weight_packed' has shape [384, 47], expected [384, 48]",
+        ),
+        (
+            "layers.0.mlp.down_proj.weight_packed",
+            lambda tensor: tensor.long(),
+            "'model.layers.0.mlp.down_proj.weight_packed' is stored as I64, expected I32",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, ending: str, change: Any, message: str) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
+    change_tensors(path, ending, change)
+    with pytest.raises(ModelError) as refused:
+        load_model(path, dtype="float32")
+    assert message in str(refused.value)
+
+
+def test_a_quantized_head_is_refused(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight_packed"] = packed(torch.zeros(VOCAB_SIZE, 384))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"tensor 'lm_head.weight_packed' would not be used"):
+        load_model(path)
+
+
+def test_depths_that_groups_do_not_divide_and_experts_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "narrow", "llama")
+    write_groups(path)
+    with pytest.raises(ModelError, match=r"v_proj have 64 columns, no multiple of 128 that share a scale"):
+        load_model(path, device="meta", dtype="float32")
+    path = write_checkpoint(tmp_path / "experts", "qwen3-moe", hidden_size=128, intermediate_size=128)
+    write_groups(path)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts in 4 bits are not supported"):
+        load_model(path, device="meta", dtype="float32")
+
+
+def write_groups(path: Path) -> None:
+    """Say in a checkpoint's config.json that all of it is in 4 bits, and leave the weights away."""
+    change_json(path / "config.json", quantization_config={**with_weights(), "ignore": ["lm_head"]})
+    (path / "model.safetensors").unlink()
