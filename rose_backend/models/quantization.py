@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels.arguments import INT4_GROUPS
 from rose_backend.kernels.linear.int4_formats import COMPRESSED_TENSORS, Int4Format
 
 _BLOCK = [128, 128]
@@ -53,6 +54,7 @@ class Int4Quantization(_Quantization):
     form: Int4Format
     group_size: int | None
     """Columns that share a scale; None: all of a row's."""
+    has_zeros: bool
 
 
 Quantization = Float8Quantization | Int4Quantization
@@ -132,13 +134,16 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
 def _read_packed(path: str, weights: Mapping[str, Any], ignored: tuple[str, ...]) -> Int4Quantization:
     _require(path, weights, "num_bits", 4)
     _require(path, weights, "type", "int", None)
-    _require(path, weights, "symmetric", True, None)
+    _require(path, weights, "symmetric", True, False, None)
     _require(path, weights, "dynamic", False, None)
     # With others, columns that share a scale are no neighbors.
     _require(path, weights, "actorder", None, False, "weight", "static")
-    _require(path, weights, "strategy", "group")
-    _require(path, weights, "group_size", 128)
-    return Int4Quantization(COMPRESSED_TENSORS, weights["group_size"], ignored=ignored)
+    _require(path, weights, "strategy", "group", "channel")
+    has_zeros = weights.get("symmetric") is False
+    if weights["strategy"] == "channel":
+        return Int4Quantization(COMPRESSED_TENSORS, None, has_zeros, ignored=ignored)
+    _require(path, weights, "group_size", *INT4_GROUPS)
+    return Int4Quantization(COMPRESSED_TENSORS, weights["group_size"], has_zeros, ignored=ignored)
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Quantization:

@@ -219,7 +219,8 @@ class WeightReader:
         scales = torch.empty(
             (fan_in // group_size, num_rows), dtype=self._scales_dtype(fan_outs, form), device=self.device
         )
-        weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight(words, scales, None, fan_in)
+        zeros = torch.empty_like(scales, dtype=torch.uint8) if quantization.has_zeros else None
+        weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight(words, scales, zeros, fan_in)
         first_row = 0
         for name, fan_out in fan_outs.items():
             self._fill_int4(weight, first_row, fan_out, f"{self.prefix}{name}", form)
@@ -243,9 +244,16 @@ class WeightReader:
         scales = torch.empty((num_rows, num_groups), dtype=weight.scales.dtype, device=self.device)
         self._fill(codes, f"{module}.{form.codes.name}")
         self._fill(scales, f"{module}.{form.scales_name}")
-        self.afterwards.append(
-            lambda: store_int4(weight, first_row, form.codes.unpack(codes, num_rows, num_columns), scales)
-        )
+        zeros = None
+        if weight.zeros is not None:
+            zeros = torch.empty(form.zeros.shape(num_rows, num_groups), dtype=torch.int32, device=self.device)
+            self._fill(zeros, f"{module}.{form.zeros.name}")
+
+        def store() -> None:
+            known = None if zeros is None else form.zeros.unpack(zeros, num_rows, num_groups)
+            store_int4(weight, first_row, form.codes.unpack(codes, num_rows, num_columns), scales, known)
+
+        self.afterwards.append(store)
 
     def _float8(
         self, fan_in: int, fan_outs: Mapping[str, int], quantization: Float8Quantization

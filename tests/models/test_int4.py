@@ -19,6 +19,7 @@ from tests.support.half_precision import judge
 from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.quantized_checkpoints import (
     INT4_FORMATS,
+    describe,
     packed,
     quantized_in_4_bits,
     write_pair,
@@ -88,19 +89,27 @@ def test_scales_are_kept_in_their_type(tmp_path: Path, stored: torch.dtype) -> N
     assert isinstance(alone, Int4Weight) and alone.scales.dtype is kept
 
 
-def test_codes_are_packed_as_compressed_tensors_packs_them() -> None:
+@pytest.mark.parametrize("form", [form for form in INT4_FORMATS if form.startswith("pack-quantized")])
+def test_codes_are_packed_as_compressed_tensors_packs_them(form: str) -> None:
     """So that a wrong order here is no wrong order there."""
     base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     scheme = pytest.importorskip("compressed_tensors.quantization").QuantizationScheme
     weight = torch.randn(48, 384, generator=torch.Generator().manual_seed(0))
-    stored, meant = quantized_in_4_bits(weight, "pack-quantized 128")
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    stored, meant = quantized_in_4_bits(weight, form)
+    (group,) = describe(form, [])["config_groups"].values()
+    has_zeros = "weight_zero_point" in stored
     given = {"weight": weight, "weight_scale": stored["weight_scale"].float()}
-    theirs = base.PackedQuantizationCompressor.compress(given, scheme(targets=["Linear"], weights=weights))
+    if has_zeros:
+        # As numbers from -8 on, which is what codes are there.
+        zeros = stored["weight_zero_point"].t().contiguous().view(torch.uint8)
+        given["weight_zero_point"] = (torch.stack([zeros & 15, zeros >> 4], -1).flatten(1).t() - 8).to(
+            torch.int8
+        )
+    theirs = base.PackedQuantizationCompressor.compress(given, scheme(**group))
     assert set(theirs) == set(stored)
-    assert torch.equal(theirs["weight_packed"], stored["weight_packed"])
-    assert torch.equal(theirs["weight_shape"], stored["weight_shape"])
-    back = base.PackedQuantizationCompressor.decompress(theirs, scheme(targets=["Linear"], weights=weights))
+    for name in set(stored) - {"weight_scale"}:
+        assert torch.equal(theirs[name], stored[name])
+    back = base.PackedQuantizationCompressor.decompress(theirs, scheme(**group))
     assert torch.equal(back["weight"], meant)
 
 
@@ -161,14 +170,17 @@ def with_weights(**changes: Any) -> dict[str, Any]:
     [
         (with_weights(num_bits=8), "weights.num_bits=8 is not supported, allowed are 4"),
         (with_weights(type="float"), "weights.type='float' is not supported, allowed are int, null"),
-        (with_weights(symmetric=False), "weights.symmetric=False is not supported, allowed are True, null"),
+        (
+            with_weights(symmetric=None, group_size=-1),
+            "weights.group_size=-1 is not supported, allowed are 32, 64",
+        ),
         (with_weights(dynamic=True), "weights.dynamic=True is not supported"),
         (
             with_weights(actorder="group"),
             "weights.actorder='group' is not supported, allowed are null, False",
         ),
         (with_weights(strategy="tensor_group"), "weights.strategy='tensor_group' is not supported"),
-        (with_weights(group_size=16), "weights.group_size=16 is not supported, allowed are 128"),
+        (with_weights(group_size=16), "weights.group_size=16 is not supported, allowed are 32, 64, 128"),
     ],
     ids=lambda value: str(value)[-60:],
 )

@@ -24,8 +24,15 @@ FORMATS = (
     "modelopt",
     "compressed-tensors tensor",
 )
-INT4_FORMATS = ("pack-quantized 128",)
-"""And how many columns share a scale."""
+INT4_FORMATS = (
+    "pack-quantized 128",
+    "pack-quantized 64",
+    "pack-quantized 32",
+    "pack-quantized all",
+    "pack-quantized 128 zeros",
+    "pack-quantized all zeros",
+)
+"""And how many columns share a scale, and whether they share a zero."""
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
@@ -103,17 +110,31 @@ def quantized(
 
 def quantized_in_4_bits(weight: torch.Tensor, form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the tensors that are stored of a matrix, by their names below its module's, and the matrix as meant."""
-    group = int(form.split()[1])
-    grouped = weight.unflatten(1, (-1, group))
-    scales = (grouped.abs().amax(2) / 7.5).bfloat16()
-    numbers = (grouped / scales.float()[..., None]).round().clamp(-8, 7)
-    meant = (numbers * scales.float()[..., None]).flatten(1)
+    _, group, *zeros = form.split()
+    grouped = weight.unflatten(1, (-1, weight.shape[1] if group == "all" else int(group)))
+    codes, scales, of_groups = codes_of(grouped, has_zeros=bool(zeros))
+    meant = ((codes - of_groups[..., None]) * scales.float()[..., None]).flatten(1)
     stored = {
-        "weight_packed": packed(numbers.flatten(1) + 8),
+        "weight_packed": packed(codes.flatten(1)),
         "weight_scale": scales,
         "weight_shape": torch.tensor(weight.shape),
     }
+    if zeros:
+        stored["weight_zero_point"] = packed(of_groups.t()).t().contiguous()
     return stored, meant
+
+
+def codes_of(grouped: torch.Tensor, *, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, bfloat16 scales and zeros of the groups of columns of a matrix, [O, N, columns] and [O, N]."""
+    if has_zeros:
+        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scales = ((most - least) / 15).bfloat16()
+        zeros = (-least / scales.float()).round().clamp(0, 15)
+    else:
+        scales = (grouped.abs().amax(2) / 7.5).bfloat16()
+        zeros = torch.full_like(scales, 8.0, dtype=torch.float32)
+    codes = (grouped / scales.float()[..., None]).round() + zeros[..., None]
+    return codes.clamp(0, 15), scales, zeros
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -175,8 +196,10 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
             **blocks,
         }
     if form in INT4_FORMATS:
-        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": int(form.split()[1])}
-        weights |= {"symmetric": True, "dynamic": False, "actorder": None}
+        _, group, *zeros = form.split()
+        weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False, "actorder": None}
+        weights |= {"strategy": "channel" if group == "all" else "group"}
+        weights |= {"group_size": None if group == "all" else int(group)}
         return {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",

@@ -37,11 +37,16 @@ class Int4Format(NamedTuple):
     """How a package stores a matrix in 4 bits."""
 
     codes: Packing
+    """Of [O, E]."""
+    zeros: Packing
+    """Of [O, N]."""
     scales_name: str
-    """Of a tensor like that of the codes, with a number for each group in place of codes."""
+    """Of a tensor [O, N], transposed like that of the zeros."""
 
 
-COMPRESSED_TENSORS = Int4Format(Packing("weight_packed", False, 1), "weight_scale")
+COMPRESSED_TENSORS = Int4Format(
+    Packing("weight_packed", False, 1), Packing("weight_zero_point", False, 0), "weight_scale"
+)
 """``pack-quantized``."""
 
 
@@ -50,8 +55,9 @@ def store_int4(
     first_row: int,
     codes: torch.Tensor,  # [rows, E] uint8
     scales: torch.Tensor,  # [rows, N]
+    zeros: torch.Tensor | None,  # [rows, N] uint8
 ) -> None:
-    """Fill rows of a weight."""
+    """Fill rows of a weight, which has zeros where there are some."""
     rows = slice(first_row, first_row + codes.shape[0])
     words = weight.words[rows]
     padded = F.pad(codes, (0, 4 * words.shape[1] - codes.shape[1]))
@@ -60,3 +66,5 @@ def store_int4(
     halves = torch.stack([first | second << 4, third | fourth << 4], -1)
     words.copy_(halves.flatten(1).view(torch.int16))
     weight.scales[:, rows] = scales.t()
+    if weight.zeros is not None and zeros is not None:
+        weight.zeros[:, rows] = zeros.t()
