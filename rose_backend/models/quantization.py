@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rose_backend.errors import ModelError
 from rose_backend.kernels.arguments import INT4_GROUPS
-from rose_backend.kernels.linear.int4_formats import COMPRESSED_TENSORS, Int4Format
+from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, Int4Format
 
 _BLOCK = [128, 128]
 UNUSED_SUFFIXES = (
@@ -81,7 +81,12 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(config, dict):
         raise ModelError(f"{_FIELD} must be an object, got {config!r}")
     method = config.get("quant_method")
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
+    readers = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
+        "awq": _read_awq,
+    }
     if not isinstance(method, str) or method not in readers:
         raise ModelError(
             f"{_FIELD}.quant_method={method!r} is not supported, allowed are {', '.join(readers)}; "
@@ -149,6 +154,19 @@ def _read_packed(path: str, weights: Mapping[str, Any], ignored: tuple[str, ...]
 def _read_modelopt(config: Mapping[str, Any]) -> Quantization:
     _require("", config, "quant_algo", "FP8")
     return Float8Quantization("tensor", "weight_scale", ignored=_names(config, "ignore", "exclude_modules"))
+
+
+def _read_awq(config: Mapping[str, Any]) -> Int4Quantization:
+    _require("", config, "bits", 4)
+    _require("", config, "zero_point", True)
+    _require("", config, "version", "gemm", "GEMM", None)
+    return Int4Quantization(AWQ, _group_size(config), True, ignored=_names(config, "modules_to_not_convert"))
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Return the columns that share a scale; None: all of a row's."""
+    _require("", config, "group_size", *INT4_GROUPS, -1)
+    return None if config["group_size"] == -1 else config["group_size"]
 
 
 def _require(path: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> None:

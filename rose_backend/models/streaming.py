@@ -241,7 +241,8 @@ class WeightReader:
         # Codes are read to where their words will be: what is in both forms at once is one matrix.
         space = weight.words[first_row : first_row + num_rows].view(-1).view(torch.int32)
         codes = space[: shape[0] * shape[1]].view(shape)
-        scales = torch.empty((num_rows, num_groups), dtype=weight.scales.dtype, device=self.device)
+        sizes = (num_groups, num_rows) if form.zeros.is_transposed else (num_rows, num_groups)
+        scales = torch.empty(sizes, dtype=weight.scales.dtype, device=self.device)
         self._fill(codes, f"{module}.{form.codes.name}")
         self._fill(scales, f"{module}.{form.scales_name}")
         zeros = None
@@ -251,7 +252,10 @@ class WeightReader:
 
         def store() -> None:
             known = None if zeros is None else form.zeros.unpack(zeros, num_rows, num_groups)
-            store_int4(weight, first_row, form.codes.unpack(codes, num_rows, num_columns), scales, known)
+            known_scales = scales.t() if form.zeros.is_transposed else scales
+            store_int4(
+                weight, first_row, form.codes.unpack(codes, num_rows, num_columns), known_scales, known
+            )
 
         self.afterwards.append(store)
 

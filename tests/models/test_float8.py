@@ -204,8 +204,8 @@ REFUSED: list[tuple[Any, str]] = [
         "quantization_config.quant_method=None is not supported, allowed are fp8, compressed-tensors, ",
     ),
     (
-        {"quant_method": "awq"},
-        "quant_method='awq' is not supported, allowed are fp8, compressed-tensors, modelopt",
+        {"quant_method": "bitsandbytes"},
+        "quant_method='bitsandbytes' is not supported, allowed are fp8, compressed-tensors, modelopt",
     ),
     ({"quant_method": ["fp8"]}, "quant_method=['fp8'] is not supported"),
     ("fp8", "quantization_config must be an object, got 'fp8'"),

@@ -19,6 +19,7 @@ from tests.support.half_precision import judge
 from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.quantized_checkpoints import (
     INT4_FORMATS,
+    codes_of,
     describe,
     packed,
     quantized_in_4_bits,
@@ -113,6 +114,15 @@ def test_codes_are_packed_as_compressed_tensors_packs_them(form: str) -> None:
     assert torch.equal(back["weight"], meant)
 
 
+def test_codes_are_packed_as_vllm_packs_them_for_awq() -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils")
+    weight = torch.randn(48, 384, generator=torch.Generator().manual_seed(0))
+    stored, _ = quantized_in_4_bits(weight, "awq 128 zeros")
+    codes, _, zeros = codes_of(weight.unflatten(1, (-1, 128)), has_zeros=True)
+    assert torch.equal(stored["qweight"], utils.awq_pack(codes.flatten(1).t().int(), 4, 384, 48))
+    assert torch.equal(stored["qzeros"], utils.awq_pack(zeros.t().int(), 4, 3, 48))
+
+
 def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path: Path) -> None:
     path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
     with_weights = load_model(path, device="meta", dtype="float32")
@@ -154,6 +164,7 @@ def test_on_a_gpu(tmp_path: Path, form: str) -> None:
         assert errors[quantized, dtype] <= 2 * errors[dense, dtype]
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
@@ -168,6 +179,10 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({**AWQ, "bits": 8}, "quantization_config.bits=8 is not supported, allowed are 4"),
+        ({**AWQ, "zero_point": False}, "zero_point=False is not supported, allowed are True"),
+        ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, allowed are gemm, GEMM, null"),
+        ({**AWQ, "group_size": 16}, "group_size=16 is not supported, allowed are 32, 64, 128, -1"),
         (with_weights(num_bits=8), "weights.num_bits=8 is not supported, allowed are 4"),
         (with_weights(type="float"), "weights.type='float' is not supported, allowed are int, null"),
         (

@@ -31,6 +31,8 @@ INT4_FORMATS = (
     "pack-quantized all",
     "pack-quantized 128 zeros",
     "pack-quantized all zeros",
+    "awq 128 zeros",
+    "awq all zeros",
 )
 """And how many columns share a scale, and whether they share a zero."""
 BLOCK = 128
@@ -110,10 +112,19 @@ def quantized(
 
 def quantized_in_4_bits(weight: torch.Tensor, form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the tensors that are stored of a matrix, by their names below its module's, and the matrix as meant."""
-    _, group, *zeros = form.split()
+    package, group, *zeros = form.split()
     grouped = weight.unflatten(1, (-1, weight.shape[1] if group == "all" else int(group)))
     codes, scales, of_groups = codes_of(grouped, has_zeros=bool(zeros))
+    # A bfloat16 of this size is a float16, too.
     meant = ((codes - of_groups[..., None]) * scales.float()[..., None]).flatten(1)
+    if package == "awq":
+        # Columns 0, 2, 4, ... of eight are in the lowest bits.
+        turns = [0, 2, 4, 6, 1, 3, 5, 7]
+        of_columns, of_zeros = (
+            packed(each.t().unflatten(1, (-1, 8))[..., turns].flatten(1))
+            for each in (codes.flatten(1), of_groups)
+        )
+        return {"qweight": of_columns, "qzeros": of_zeros, "scales": scales.half().t().contiguous()}, meant
     stored = {
         "weight_packed": packed(codes.flatten(1)),
         "weight_scale": scales,
@@ -196,7 +207,10 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
             **blocks,
         }
     if form in INT4_FORMATS:
-        _, group, *zeros = form.split()
+        package, group, *zeros = form.split()
+        if package == "awq":
+            sizes = {"bits": 4, "group_size": -1 if group == "all" else int(group), "zero_point": bool(zeros)}
+            return {"quant_method": "awq", "version": "gemm", "modules_to_not_convert": ignored, **sizes}
         weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False, "actorder": None}
         weights |= {"strategy": "channel" if group == "all" else "group"}
         weights |= {"group_size": None if group == "all" else int(group)}

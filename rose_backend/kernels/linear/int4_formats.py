@@ -19,6 +19,8 @@ class Packing(NamedTuple):
     """The stored matrix has inputs, or groups of them, as its rows."""
     axis: int
     """Of the stored matrix: the one along which codes are neighbors."""
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    """Places, from the lowest bits on, of eight codes that are neighbors."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Return the shape of the stored tensor."""
@@ -29,7 +31,10 @@ class Packing(NamedTuple):
     def unpack(self, packed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
         """Return the codes, uint8 [outputs, inputs], of a contiguous tensor of ``shape``."""
         words = packed.movedim(self.axis, -1).contiguous().view(torch.uint8)
-        codes = torch.stack([words & 15, words >> 4], -1).flatten(-2).movedim(-1, self.axis)
+        places = torch.stack([words & 15, words >> 4], -1).flatten(-2).unflatten(-1, (-1, 8))
+        codes = (
+            torch.stack([places[..., place] for place in self.order], -1).flatten(-2).movedim(-1, self.axis)
+        )
         return (codes.t() if self.is_transposed else codes)[:outputs, :inputs]
 
 
@@ -44,6 +49,9 @@ class Int4Format(NamedTuple):
     """Of a tensor [O, N], transposed like that of the zeros."""
 
 
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ = Int4Format(Packing("qweight", True, 1, _AWQ_ORDER), Packing("qzeros", True, 1, _AWQ_ORDER), "scales")
+"""AutoAWQ's ``gemm``."""
 COMPRESSED_TENSORS = Int4Format(
     Packing("weight_packed", False, 1), Packing("weight_zero_point", False, 0), "weight_scale"
 )
