@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rose_backend.errors import ModelError
 from rose_backend.kernels.arguments import INT4_GROUPS
-from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, Int4Format
+from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Format
 
 _BLOCK = [128, 128]
 UNUSED_SUFFIXES = (
@@ -86,6 +86,7 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
         "compressed-tensors": _read_compressed_tensors,
         "modelopt": _read_modelopt,
         "awq": _read_awq,
+        "gptq": _read_gptq,
     }
     if not isinstance(method, str) or method not in readers:
         raise ModelError(
@@ -161,6 +162,20 @@ def _read_awq(config: Mapping[str, Any]) -> Int4Quantization:
     _require("", config, "zero_point", True)
     _require("", config, "version", "gemm", "GEMM", None)
     return Int4Quantization(AWQ, _group_size(config), True, ignored=_names(config, "modules_to_not_convert"))
+
+
+def _read_gptq(config: Mapping[str, Any]) -> Int4Quantization:
+    _require("", config, "bits", 4)
+    for name in ("dynamic", "lm_head"):
+        if config.get(name):
+            raise ModelError(f"{_FIELD}.{name} is not supported")
+    _require("", config, "checkpoint_format", "gptq", "gptq_v2", None)
+    group_size = _group_size(config)
+    if group_size is not None:
+        # Columns that share a scale would be no neighbors.
+        _require("", config, "desc_act", False, None)
+    form = GPTQ_V2 if config.get("checkpoint_format") == "gptq_v2" else GPTQ
+    return Int4Quantization(form, group_size, config.get("sym") is not True)
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:

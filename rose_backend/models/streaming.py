@@ -31,7 +31,7 @@ from rose_backend.kernels.arguments import (
     int4_step,
     int4_words,
 )
-from rose_backend.kernels.linear.int4_formats import Int4Format, store_int4
+from rose_backend.kernels.linear.int4_formats import Int4Format, StoredInt4, store_int4
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.quantization import (
@@ -223,7 +223,7 @@ class WeightReader:
         weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight(words, scales, zeros, fan_in)
         first_row = 0
         for name, fan_out in fan_outs.items():
-            self._fill_int4(weight, first_row, fan_out, f"{self.prefix}{name}", form)
+            self._fill_int4(weight, slice(first_row, first_row + fan_out), f"{self.prefix}{name}", form)
             first_row += fan_out
         return weight
 
@@ -232,32 +232,32 @@ class WeightReader:
         dtypes = {self.checkpoint.dtype_of(f"{self.prefix}{name}.{form.scales_name}") for name in names}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= INT4_SCALE_DTYPES else torch.float32
 
-    def _fill_int4(
-        self, weight: Int4Weight, first_row: int, num_rows: int, module: str, form: Int4Format
-    ) -> None:
+    def _fill_int4(self, weight: Int4Weight, rows: slice, module: str, form: Int4Format) -> None:
         """Note what is read into some rows of a weight, and is brought into their form afterwards."""
-        num_columns, num_groups = weight.num_columns, weight.scales.shape[0]
+        words, num_groups = weight.words[rows], weight.scales.shape[0]
+        num_rows, num_columns = words.shape[0], weight.num_columns
         shape = form.codes.shape(num_rows, num_columns)
         # Codes are read to where their words will be: what is in both forms at once is one matrix.
-        space = weight.words[first_row : first_row + num_rows].view(-1).view(torch.int32)
-        codes = space[: shape[0] * shape[1]].view(shape)
+        codes = words.view(-1).view(torch.int32)[: shape[0] * shape[1]].view(shape)
+        self._fill(codes, f"{module}.{form.codes.name}")
         sizes = (num_groups, num_rows) if form.zeros.is_transposed else (num_rows, num_groups)
         scales = torch.empty(sizes, dtype=weight.scales.dtype, device=self.device)
-        self._fill(codes, f"{module}.{form.codes.name}")
         self._fill(scales, f"{module}.{form.scales_name}")
-        zeros = None
-        if weight.zeros is not None:
-            zeros = torch.empty(form.zeros.shape(num_rows, num_groups), dtype=torch.int32, device=self.device)
-            self._fill(zeros, f"{module}.{form.zeros.name}")
+        of_groups = form.zeros.shape(num_rows, num_groups)
+        zeros = self._int32(f"{module}.{form.zeros.name}", *of_groups, is_needed=weight.zeros is not None)
+        order = None
+        if form.order_name is not None:
+            order = self._int32(f"{module}.{form.order_name}", num_columns, is_needed=False)
+        stored = StoredInt4(codes, scales, zeros, order)
+        self.afterwards.append(lambda: store_int4(weight, rows, form, stored, module))
 
-        def store() -> None:
-            known = None if zeros is None else form.zeros.unpack(zeros, num_rows, num_groups)
-            known_scales = scales.t() if form.zeros.is_transposed else scales
-            store_int4(
-                weight, first_row, form.codes.unpack(codes, num_rows, num_columns), known_scales, known
-            )
-
-        self.afterwards.append(store)
+    def _int32(self, name: str, *shape: int, is_needed: bool) -> torch.Tensor | None:
+        """Return a tensor that is read if it is there, or needed."""
+        if not is_needed and name not in self.checkpoint.tensors:
+            return None
+        tensor = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self._fill(tensor, name)
+        return tensor
 
     def _float8(
         self, fan_in: int, fan_outs: Mapping[str, int], quantization: Float8Quantization

@@ -39,8 +39,10 @@ def linears_of(model: CausalLM) -> list[Linear]:
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        *(("qwen3", form) for form in INT4_FORMATS),
-        *((family, INT4_FORMATS[0]) for family in ("llama-biases", "mistral", "qwen2")),
+        ("qwen3", "pack-quantized 128"),
+        ("qwen2", "pack-quantized 32"),
+        ("llama-biases", "awq 128 zeros"),
+        ("mistral", "gptq 64 zeros"),
     ],
 )
 @pytest.mark.parametrize("packs", [False, True], ids=["as loaded", "packed"])
@@ -114,13 +116,16 @@ def test_codes_are_packed_as_compressed_tensors_packs_them(form: str) -> None:
     assert torch.equal(back["weight"], meant)
 
 
-def test_codes_are_packed_as_vllm_packs_them_for_awq() -> None:
+def test_codes_are_packed_as_vllm_packs_them() -> None:
     utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils")
     weight = torch.randn(48, 384, generator=torch.Generator().manual_seed(0))
     stored, _ = quantized_in_4_bits(weight, "awq 128 zeros")
     codes, _, zeros = codes_of(weight.unflatten(1, (-1, 128)), has_zeros=True)
     assert torch.equal(stored["qweight"], utils.awq_pack(codes.flatten(1).t().int(), 4, 384, 48))
     assert torch.equal(stored["qzeros"], utils.awq_pack(zeros.t().int(), 4, 3, 48))
+    stored, _ = quantized_in_4_bits(weight, "gptq_v2 128 zeros")
+    assert torch.equal(stored["qweight"], utils.gptq_pack(codes.flatten(1).t().int(), 4, 384, 48))
+    assert torch.equal(stored["qzeros"], utils.pack_cols(zeros.t().int(), 4, 3, 48))
 
 
 def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", INT4_FORMATS)
+@pytest.mark.parametrize("form", ["pack-quantized 128", "pack-quantized 32", "awq 128 zeros"])
 def test_on_a_gpu(tmp_path: Path, form: str) -> None:
     """Prompts, and decodes of 150 requests: in float32 the dense tokens, in 16 bits no further off than dense ones."""
     quantized, dense = write_pair(tmp_path, "qwen3", form)
@@ -165,6 +170,7 @@ def test_on_a_gpu(tmp_path: Path, form: str) -> None:
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
@@ -179,6 +185,14 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({**GPTQ, "bits": 3}, "quantization_config.bits=3 is not supported, allowed are 4"),
+        ({**GPTQ, "desc_act": True}, "desc_act=True is not supported, allowed are False, null"),
+        (
+            {**GPTQ, "checkpoint_format": "marlin"},
+            "checkpoint_format='marlin' is not supported, allowed are gptq, gp",
+        ),
+        ({**GPTQ, "dynamic": {"-:.*": {}}}, "quantization_config.dynamic is not supported"),
+        ({**GPTQ, "lm_head": True}, "quantization_config.lm_head is not supported"),
         ({**AWQ, "bits": 8}, "quantization_config.bits=8 is not supported, allowed are 4"),
         ({**AWQ, "zero_point": False}, "zero_point=False is not supported, allowed are True"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, allowed are gemm, GEMM, null"),
@@ -256,6 +270,27 @@ def test_tensors_that_do_not_fit(tmp_path: Path, ending: str, change: Any, messa
     with pytest.raises(ModelError) as refused:
         load_model(path, dtype="float32")
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        (
+            "k_proj.qzeros",
+            "layers.0.self_attn.k_proj is symmetric by config.json, and has other zeros than 8",
+        ),
+        ("down_proj.g_idx", r"layers.0.mlp.down_proj has its columns in another order \(g_idx\)"),
+    ],
+)
+def test_what_gptq_leaves_to_the_tensors(tmp_path: Path, ending: str, message: str) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", "gptq 128")
+    change_tensors(path, ending, lambda tensor: tensor.flip(0) if ending.endswith("g_idx") else tensor + 1)
+    with pytest.raises(ModelError, match=message):
+        load_model(path)
+    # Checkpoints without act-order may lack both.
+    for name in ("qzeros", "g_idx"):
+        change_tensors(path, name, lambda tensor: None)
+    assert isinstance(linears_of(load_model(path))[0].weight, Int4Weight)
 
 
 def test_a_quantized_head_is_refused(tmp_path: Path) -> None:

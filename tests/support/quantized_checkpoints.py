@@ -33,6 +33,10 @@ INT4_FORMATS = (
     "pack-quantized all zeros",
     "awq 128 zeros",
     "awq all zeros",
+    "gptq 128",
+    "gptq 64 zeros",
+    "gptq_v2 128 zeros",
+    "gptq_v2 all",
 )
 """And how many columns share a scale, and whether they share a zero."""
 BLOCK = 128
@@ -125,6 +129,18 @@ def quantized_in_4_bits(weight: torch.Tensor, form: str) -> tuple[dict[str, torc
             for each in (codes.flatten(1), of_groups)
         )
         return {"qweight": of_columns, "qzeros": of_zeros, "scales": scales.half().t().contiguous()}, meant
+    if package.startswith("gptq"):
+        # What version 1 stores is one less, so that there is no 0.
+        shift = int(package == "gptq")
+        if zeros and shift:
+            codes, of_groups = codes.clamp(min=1), of_groups.clamp(min=1)
+            meant = ((codes - of_groups[..., None]) * scales.float()[..., None]).flatten(1)
+        return {
+            "qweight": packed(codes.flatten(1)).t().contiguous(),
+            "qzeros": packed(of_groups.t() - shift),
+            "scales": scales.half().t().contiguous(),
+            "g_idx": (torch.arange(weight.shape[1]) // grouped.shape[2]).int(),
+        }, meant
     stored = {
         "weight_packed": packed(codes.flatten(1)),
         "weight_scale": scales,
@@ -211,6 +227,9 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
         if package == "awq":
             sizes = {"bits": 4, "group_size": -1 if group == "all" else int(group), "zero_point": bool(zeros)}
             return {"quant_method": "awq", "version": "gemm", "modules_to_not_convert": ignored, **sizes}
+        if package.startswith("gptq"):
+            sizes = {"bits": 4, "group_size": -1 if group == "all" else int(group), "sym": not zeros}
+            return {"quant_method": "gptq", "checkpoint_format": package, "desc_act": False, **sizes}
         weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False, "actorder": None}
         weights |= {"strategy": "channel" if group == "all" else "group"}
         weights |= {"group_size": None if group == "all" else int(group)}

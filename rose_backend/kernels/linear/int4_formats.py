@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rose_backend.kernels.arguments import Int4Weight
+from rose_backend.errors import ModelError
+from rose_backend.kernels.arguments import INT4_ZERO, Int4Weight
 
 
 class Packing(NamedTuple):
@@ -47,32 +48,66 @@ class Int4Format(NamedTuple):
     """Of [O, N]."""
     scales_name: str
     """Of a tensor [O, N], transposed like that of the zeros."""
+    zero_shift: int = 0
+    """Of zeros: what is stored is so much less."""
+    order_name: str | None = None
+    """Of a tensor [E] int32, the group of each column, that a layer may have."""
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 AWQ = Int4Format(Packing("qweight", True, 1, _AWQ_ORDER), Packing("qzeros", True, 1, _AWQ_ORDER), "scales")
 """AutoAWQ's ``gemm``."""
+GPTQ_V2 = Int4Format(Packing("qweight", True, 0), Packing("qzeros", True, 1), "scales", order_name="g_idx")
+GPTQ = GPTQ_V2._replace(zero_shift=1)
 COMPRESSED_TENSORS = Int4Format(
     Packing("weight_packed", False, 1), Packing("weight_zero_point", False, 0), "weight_scale"
 )
 """``pack-quantized``."""
 
 
+class StoredInt4(NamedTuple):
+    """What a checkpoint has of a matrix [O, E], as its format names it; None: nothing."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+
+
 def store_int4(
     weight: Int4Weight,  # written
-    first_row: int,
-    codes: torch.Tensor,  # [rows, E] uint8
-    scales: torch.Tensor,  # [rows, N]
-    zeros: torch.Tensor | None,  # [rows, N] uint8
+    rows: slice,
+    form: Int4Format,
+    stored: StoredInt4,
+    name: str,
 ) -> None:
-    """Fill rows of a weight, which has zeros where there are some."""
-    rows = slice(first_row, first_row + codes.shape[0])
+    """Fill some rows of a weight; what is stored of their codes may lie where their words will be.
+
+    Args:
+        name: of the matrix, for errors.
+
+    Raises:
+        ModelError: a weight without zeros would need some, or columns are not in their order.
+    """
     words = weight.words[rows]
-    padded = F.pad(codes, (0, 4 * words.shape[1] - codes.shape[1]))
+    num_rows, num_groups = words.shape[0], weight.scales.shape[0]
+    order = torch.arange(weight.num_columns) // weight.group_size
+    if stored.order is not None and not torch.equal(stored.order.cpu(), order.int()):
+        raise ModelError(
+            f"model: {name} has its columns in another order ({form.order_name}), which is not supported"
+        )
+    if stored.zeros is not None:
+        zeros = form.zeros.unpack(stored.zeros, num_rows, num_groups) + form.zero_shift
+        if weight.zeros is not None:
+            weight.zeros[:, rows] = zeros.t()
+        elif bool((zeros != INT4_ZERO).any()):
+            raise ModelError(
+                f"model: {name} is symmetric by config.json, and has other zeros than {INT4_ZERO}"
+            )
+    weight.scales[:, rows] = stored.scales if form.zeros.is_transposed else stored.scales.t()
+    codes = form.codes.unpack(stored.codes, num_rows, weight.num_columns)
+    padded = F.pad(codes, (0, 4 * words.shape[1] - weight.num_columns))
     first, second, third, fourth = padded.unflatten(1, (-1, 4, weight.step)).unbind(2)
     # The bytes of a word, the lower one first.
     halves = torch.stack([first | second << 4, third | fourth << 4], -1)
     words.copy_(halves.flatten(1).view(torch.int16))
-    weight.scales[:, rows] = scales.t()
-    if weight.zeros is not None and zeros is not None:
-        weight.zeros[:, rows] = zeros.t()
