@@ -94,7 +94,7 @@ class Cuts:
             mock.patch.object(linear_gpu, "choose_float8_config", choose),
             mock.patch.object(linear_gpu, "choose_int4_config", choose),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
-            mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
+            mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: MAX_ROWS),
         ):
             yield
 
@@ -376,7 +376,7 @@ def _start_worker(path: str) -> None:
 def _small_step(rows: int, context: Context) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
     step = Step(_model, rows, context)
-    with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
+    with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
         library = step.run().float()
     with step.cuts_in_use().in_force():
         error = float((step.run().float() - library).norm() / library.norm())
@@ -412,7 +412,7 @@ class Search:
         self.best = step.cuts_in_use()
         pool.submit(self._try, self.best).result()
         self.in_use_us = self.fastest_us = self.time(self.best)
-        with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
+        with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
             self.library_us = self._time()
         self.wrong: list[str] = []
         self.tried: dict[str, list[tuple[float, str]]] = {}

@@ -33,7 +33,7 @@ GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", 
 GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
 LLAMA_8B_FP8, QWEN3_8B_FP8, QWEN3_30B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8", "qwen3-30b-a3b-fp8"
-LLAMA_8B_INT4 = "llama-8b-int4"
+LLAMA_8B_INT4, LLAMA_8B_AWQ = "llama-8b-int4", "llama-8b-awq"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -48,6 +48,7 @@ SHAPES = {
     QWEN3_8B_FP8: "Qwen3 8B in float8, a scale for each block",
     QWEN3_30B_FP8: "Qwen3 30B-A3B in float8, a scale for each block",
     LLAMA_8B_INT4: "Llama 8B in int4, a scale for 128 columns",
+    LLAMA_8B_AWQ: "Llama 8B in int4 by AWQ, a scale and a zero for 128 columns",
 }
 """What a random checkpoint can look like, and what people call it."""
 
@@ -56,6 +57,7 @@ QUANTIZED_FORMATS = {
     QWEN3_8B_FP8: "fp8 blocks",
     QWEN3_30B_FP8: "fp8 blocks",
     LLAMA_8B_INT4: "pack-quantized 128",
+    LLAMA_8B_AWQ: "awq 128 zeros",
 }
 """As they are published: by Red Hat, and by Qwen."""
 
@@ -163,6 +165,7 @@ def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
         QWEN3_8B_FP8: qwen3_8b_config,
         QWEN3_30B_FP8: qwen3_moe_config,
         LLAMA_8B_INT4: llama_8b_config,
+        LLAMA_8B_AWQ: llama_8b_config,
     }
     return make_configs[shape](small=small)
 

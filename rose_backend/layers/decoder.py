@@ -11,6 +11,7 @@ from rose_backend.config import Switches
 from rose_backend.kernels import (
     AdapterRows,
     HeadRotation,
+    Int4Weight,
     NormInput,
     PackedNorm,
     norm_input_of,
@@ -27,11 +28,16 @@ ALWAYS_ROTATED = constants("rotation inside attention")["always_with_head_size"]
 """Head size for which it always does."""
 
 
-def max_packed_rows(hidden_size: int) -> int:
+def max_packed_rows(hidden_size: int, *, is_int4: bool = False) -> int:
     """Return the decodes of a step up to which packed products, which take norms in, are faster than the library's.
 
     ``benchmarks.tune_decode_layer`` times both.
+
+    Args:
+        is_int4: weights are in 4 bits.
     """
+    if is_int4:
+        return min(constants("packed int4 products")["max_rows"], MAX_ROWS)
     return min(constants("packed products", hidden_size=hidden_size)["max_rows"], MAX_ROWS)
 
 
@@ -80,10 +86,10 @@ class Decoder:
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
-        norm = self.layers[0].attn_norm
+        norm, weight = self.layers[0].attn_norm, self.layers[0].qkv.weight
         most = self.max_packed_rows
         if most is None:
-            most = max_packed_rows(norm.weight.shape[0])
+            most = max_packed_rows(norm.weight.shape[0], is_int4=isinstance(weight, Int4Weight))
         is_small = attention.decodes_only and num_tokens <= most and not self.deepstack
         return norm.packed if is_small else None
 

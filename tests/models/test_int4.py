@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Int4Weight
+from rose_backend.layers.decoder import max_packed_rows
 from rose_backend.layers.linear import Linear, Mlp
 from rose_backend.models.base import CausalLM, load_model
 from tests.support.half_precision import judge
@@ -135,6 +137,21 @@ def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path
     without = load_model(path, device="meta", dtype="float32")
     for model in (with_weights, without):
         assert [isinstance(each.weight, Int4Weight) for each in linears_of(model)] == [True] * 7 + [False]
+
+
+def test_small_batches_are_larger_with_weights_in_4_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max_packed_rows(4096) < max_packed_rows(4096, is_int4=True)
+    monkeypatch.setattr(
+        "rose_backend.layers.decoder.max_packed_rows", lambda size, *, is_int4: 2 if is_int4 else 1
+    )
+    decodes: Any = SimpleNamespace(decodes_only=True)
+    for path, most in zip(write_pair(tmp_path, "qwen3", INT4_FORMATS[0]), (2, 1), strict=True):
+        model = load_model(path)
+        model.pack_for_small_batches()
+        first_norms = [model._decoder.first_norm(rows, decodes) for rows in (most, most + 1)]
+        assert [norm is not None for norm in first_norms] == [True, False]
 
 
 @pytest.mark.gpu
