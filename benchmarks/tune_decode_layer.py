@@ -560,7 +560,7 @@ def _write_model(folder: Path, shape: str, num_layers: int | None) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.save_pretrained(folder)
     if shape in QUANTIZED_FORMATS:
-        quantize(folder, QUANTIZED_FORMATS[shape])
+        quantize(folder, QUANTIZED_FORMATS[shape], device="cuda")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -183,7 +183,23 @@ class WeightReader:
             bias = self._empty(sum(sizes))
             for name, part in zip(fan_outs, bias.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.bias")
+        elif isinstance(quantization, Int4Quantization):
+            for name, size in fan_outs.items():
+                self._expect_zeros(f"{self.prefix}{name}.bias", size)
         return Linear(weight, bias)
+
+    def _expect_zeros(self, name: str, size: int) -> None:
+        """Read a bias that should not be there: GPTQ may store zeros for layers that have none."""
+        if name not in self.checkpoint.tensors:
+            return
+        bias = self._empty(size)
+        self._fill(bias, name)
+
+        def check() -> None:
+            if bool(bias.any()):
+                raise ModelError(f"model: tensor {name!r} is a bias that config.json leaves out, and not 0")
+
+        self.afterwards.append(check)
 
     def _quantization_of(self, names: Sequence[str]) -> Quantization | None:
         """Return how linear layers that are joined are quantized; None if they are not.

@@ -310,6 +310,18 @@ def test_what_gptq_leaves_to_the_tensors(tmp_path: Path, ending: str, message: s
     assert isinstance(linears_of(load_model(path))[0].weight, Int4Weight)
 
 
+def test_biases_of_zeros_are_none(tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path, "qwen3", "gptq 128")
+    tensors = load_file(path / "model.safetensors")
+    bias = tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(384)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    assert linears_of(load_model(path))[1].bias is None
+    bias[7] = 0.5
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"o_proj\.bias' is a bias that config\.json leaves out, and not 0"):
+        load_model(path)
+
+
 def test_a_quantized_head_is_refused(tmp_path: Path) -> None:
     path, _ = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
     tensors = load_file(path / "model.safetensors")

@@ -71,18 +71,21 @@ def write_pair(path: Path, family: str, form: str, **changes: Any) -> tuple[Path
     return quantized, dense
 
 
-def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def quantize(
+    folder: Path, form: str, *, ignored: tuple[str, ...] = (), device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Quantize the linear layers of a dense checkpoint in one file, and return its tensors as they were meant.
 
     Args:
         form: one of ``FORMATS`` or of ``INT4_FORMATS``.
         ignored: names of modules that stay as they are, beside the head.
+        device: that computes.
 
     Returns:
         All tensors of the checkpoint by name, those that were quantized in float32: numbers times scales.
     """
     path = folder / "model.safetensors"
-    stored, meant = quantized(load_file(path), form, ignored=ignored)
+    stored, meant = quantized(load_file(path, device=device), form, ignored=ignored)
     save_file(stored, path, {"format": "pt"})
     write_description(folder, form, ["lm_head", *ignored])
     return meant
