@@ -35,9 +35,9 @@ import torch
 import triton
 
 from benchmarks.kernel_cases.case import LaunchGraph
-from benchmarks.support.checkpoint import FLOAT8_FORMATS, GPT2_124M, SHAPES, config_of
+from benchmarks.support.checkpoint import GPT2_124M, QUANTIZED_FORMATS, SHAPES, config_of
 from benchmarks.support.run_facts import run_facts, write_json
-from rose_backend.kernels.arguments import MAX_ROWS, SCALED_BLOCK, Float8Weight
+from rose_backend.kernels.arguments import MAX_ROWS, SCALED_BLOCK, Float8Weight, Int4Weight, Weight
 from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.linear import small_batch_linear as linear_gpu
@@ -46,6 +46,7 @@ from rose_backend.kernels.tuning.choices import (
     DecodeTuning,
     LinearConfig,
     choose_float8_config,
+    choose_int4_config,
     choose_linear_config,
     decode_tuning,
 )
@@ -59,7 +60,7 @@ NUM_SAMPLES = 5
 PROGRAMS = (1, 2, 3, 4, 6, 8, 12, 15, 18)
 """Pieces of attention's work that are wanted, for each processor."""
 MIN_PROGRAMS, MAX_PROGRAMS = 90, 800
-"""Of a product with a float8 weight."""
+"""Of a product with a quantized weight."""
 ATTENTION = "attention"
 
 
@@ -84,19 +85,16 @@ class Cuts:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Let the kernels be cut so."""
+
+        def choose(rows: int, columns: int, depth: int, **_: object) -> LinearConfig:
+            return self.products[columns, depth]
+
         with (
-            mock.patch.object(
-                linear_gpu,
-                "choose_linear_config",
-                lambda rows, columns, depth, **_: self.products[columns, depth],
-            ),
-            mock.patch.object(
-                linear_gpu,
-                "choose_float8_config",
-                lambda rows, columns, depth, **_: self.products[columns, depth],
-            ),
+            mock.patch.object(linear_gpu, "choose_linear_config", choose),
+            mock.patch.object(linear_gpu, "choose_float8_config", choose),
+            mock.patch.object(linear_gpu, "choose_int4_config", choose),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
-            mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
+            mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: MAX_ROWS),
         ):
             yield
 
@@ -131,16 +129,41 @@ class Step:
         return hidden
 
     @property
-    def is_float8(self) -> bool:
-        """Whether products are with float8 weights."""
-        return isinstance(self.model.weights.layers[0].qkv.weight, Float8Weight)
+    def weight(self) -> Weight:
+        """One of the matrices, all of which are stored alike."""
+        weight: Weight = self.model.weights.layers[0].qkv.weight
+        return weight
 
     @property
     def splits(self) -> bool:
-        """Whether their activations are sums of two float8 numbers."""
+        """Whether activations are sums of two float8 numbers."""
         config = self.model.config
         x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self.ids.device)
-        return self.is_float8 and linear_gpu.can_split(x)
+        return isinstance(self.weight, Float8Weight) and linear_gpu.can_split(x)
+
+    def config_in_use(self, columns: int, depth: int) -> LinearConfig:
+        """Return the cut of a product."""
+        weight, rows = self.weight, len(self.ids)
+        if isinstance(weight, Int4Weight):
+            has_wgmma = gpu_properties(self.ids.device).has_large_tma_tiles
+            return choose_int4_config(
+                rows, columns, depth, step=weight.step, exact=False, has_wgmma=has_wgmma
+            )
+        if isinstance(weight, Float8Weight):
+            return choose_float8_config(rows, columns, depth, split=self.splits)
+        has_tensor_memory = gpu_properties(self.ids.device).has_tensor_memory
+        return choose_linear_config(
+            rows, columns, depth, exact=False, can_use_tma=True, has_tensor_memory=has_tensor_memory
+        )
+
+    def candidates(self, columns: int, depth: int) -> list[LinearConfig]:
+        """Return cuts of a product worth timing."""
+        weight, rows = self.weight, len(self.ids)
+        if isinstance(weight, Int4Weight):
+            return int4_candidates(rows, columns, depth, step=weight.step)
+        if isinstance(weight, Float8Weight):
+            return float8_candidates(rows, columns, depth, split=self.splits)
+        return product_candidates(rows, columns, depth)
 
     def cuts_in_use(self) -> Cuts:
         """Return the cut of each kernel."""
@@ -149,18 +172,7 @@ class Step:
         products = {}
         for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
             columns, depth = linear.packed.weight.shape
-            products[columns, depth] = (
-                choose_float8_config(rows, columns, depth, split=self.splits)
-                if self.is_float8
-                else choose_linear_config(
-                    rows,
-                    columns,
-                    depth,
-                    exact=False,
-                    can_use_tma=True,
-                    has_tensor_memory=gpu_properties(self.ids.device).has_tensor_memory,
-                )
-            )
+            products[columns, depth] = self.config_in_use(columns, depth)
         attention = decode_tuning(
             config.head_size,
             config.dtype,
@@ -316,13 +328,38 @@ def float8_candidates(rows: int, columns: int, depth: int, *, split: bool) -> li
             left(64, 64, num_warps=2, num_stages=4),
         ]
     tiles.append(replace(tiles[0], is_early=False))
+    return _divided(tiles, rows, columns, depth, (1, 2, 4, 8) if rows <= 16 or split else (1, 2, 4))
+
+
+def int4_candidates(rows: int, columns: int, depth: int, *, step: int) -> list[LinearConfig]:
+    """Return configurations of a product with an int4 weight worth timing.
+
+    Args:
+        step: columns between those of a word.
+    """
+    block_m = min(max(triton.next_power_of_2(rows), 8), 64)
+    cuts = [(64, 2, 3), (64, 2, 4), (64, 2, 6), (32, 1, 4), (32, 1, 6), (32, 2, 4), (128, 4, 3), (128, 4, 4)]
+    if rows > 16:
+        cuts = [(64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)]
+    heights = (block_m,) if rows <= 16 else (block_m // 2, block_m)
+    tiles = [
+        LinearConfig(height, width, 4 * step, num_warps=warps, num_stages=stages, weights_left=True)
+        for height, (width, warps, stages) in product(heights, cuts)
+    ]
+    tiles += [replace(tile, is_early=False) for tile in tiles[:2]]
+    return _divided(tiles, rows, columns, depth, (1, 2, 4, 8) if rows <= 32 else (1, 2, 4))
+
+
+def _divided(
+    tiles: Sequence[LinearConfig], rows: int, columns: int, depth: int, parts: Sequence[int]
+) -> list[LinearConfig]:
+    """Return tiles with their depth in each number of parts that leaves no multiprocessor idle, nor is too many."""
     found = []
-    for tile, split_k in product(tiles, (1, 2, 4, 8) if rows <= 16 or split else (1, 2, 4)):
+    for tile, split_k in product(tiles, parts):
         programs = tile.num_tiles(rows, columns) * split_k
         fits_scratch = programs * tile.block_m * tile.block_n <= MAX_SPLIT_FLOATS
         if split_k == 1 or (programs <= MAX_PROGRAMS and depth >= 512 * split_k and fits_scratch):
             found.append(replace(tile, split_k=split_k))
-    # So few programs leave multiprocessors idle.
     return [each for each in found if each.num_tiles(rows, columns) * each.split_k >= MIN_PROGRAMS]
 
 
@@ -339,7 +376,7 @@ def _start_worker(path: str) -> None:
 def _small_step(rows: int, context: Context) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
     step = Step(_model, rows, context)
-    with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
+    with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
         library = step.run().float()
     with step.cuts_in_use().in_force():
         error = float((step.run().float() - library).norm() / library.norm())
@@ -375,7 +412,7 @@ class Search:
         self.best = step.cuts_in_use()
         pool.submit(self._try, self.best).result()
         self.in_use_us = self.fastest_us = self.time(self.best)
-        with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
+        with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
             self.library_us = self._time()
         self.wrong: list[str] = []
         self.tried: dict[str, list[tuple[float, str]]] = {}
@@ -429,11 +466,7 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
             num_processors = gpu_properties(step.ids.device).num_processors
             candidates[part] = attention_candidates(found.best.attention, num_processors)
         else:
-            candidates[part] = (
-                float8_candidates(rows, *_sizes(part), split=step.splits)
-                if step.is_float8
-                else product_candidates(rows, *_sizes(part))
-            )
+            candidates[part] = step.candidates(*_sizes(part))
     problems = found.check(candidates)
     for part, others in candidates.items():
         found.improve(part, others, problems[part])
@@ -468,8 +501,11 @@ def row_of(step: Step, found: Search, part: str) -> str:
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     if part != ATTENTION:
         columns, depth = _sizes(part)
-        shape = {"rows": rows, "columns": columns, "depth": depth}
-        shape |= {"split": step.splits} if step.is_float8 else {"tma": True}
+        shape: dict[str, object] = {"rows": rows, "columns": columns, "depth": depth}
+        if isinstance(step.weight, Float8Weight):
+            shape["split"] = step.splits
+        elif not isinstance(step.weight, Int4Weight):
+            shape["tma"] = True
         return as_line(shape, found.best.products[columns, depth], gpu, found.fastest_us)
     heads = {
         "head_size": config.head_size,
@@ -513,7 +549,7 @@ def _write_model(folder: Path, shape: str, num_layers: int | None) -> None:
     """Write a checkpoint of random weights with the layers of a shape, all or some, and few tokens."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from tests.support.float8_checkpoints import quantize
+    from tests.support.quantized_checkpoints import quantize
 
     config = GPT2Config() if shape == GPT2_124M else config_of(shape)
     config.num_hidden_layers = num_layers = num_layers or config.num_hidden_layers
@@ -523,8 +559,8 @@ def _write_model(folder: Path, shape: str, num_layers: int | None) -> None:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.save_pretrained(folder)
-    if shape in FLOAT8_FORMATS:
-        quantize(folder, FLOAT8_FORMATS[shape])
+    if shape in QUANTIZED_FORMATS:
+        quantize(folder, QUANTIZED_FORMATS[shape], device="cuda")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

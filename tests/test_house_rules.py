@@ -25,7 +25,7 @@ MAX_PARAMETERS = 8
 LONG_FUNCTIONS = {
     "kernels/attention/paged_decode.py _paged_decode_kernel": 171,
     "kernels/attention/paged_prefill.py _paged_prefill_kernel": 104,
-    "kernels/linear/small_batch_linear.py small_batch_linear_kernel": 117,
+    "kernels/linear/small_batch_linear.py small_batch_linear_kernel": 109,
 }
 # File and function -> its parameters at most. Kernels and references take as many as they need.
 WIDE_SIGNATURES = {

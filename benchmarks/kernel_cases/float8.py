@@ -14,9 +14,9 @@ from benchmarks.kernel_cases.layer import LLAMA_8B
 from rose_backend.kernels import (
     Float8Weight,
     InputQuantization,
-    float8_linear,
     pack_linear,
     quantize,
+    quantized_linear,
     small_batch_linear,
 )
 from rose_backend.kernels.arguments import SCALED_BLOCK
@@ -49,7 +49,7 @@ def float8_case(columns: int, depth: int, kind: str, num_rows: int) -> KernelCas
         weights = _weights(num_sets, columns, depth, kind)
         x = torch.randn(num_rows, depth, device="cuda").bfloat16()
         quantized = quantize(x, InputQuantization(by_group, aligned_scales=by_group))
-        sides: dict[str, Launches] = {ROSE: [partial(float8_linear, quantized, each) for each in weights]}
+        sides: dict[str, Launches] = {ROSE: [partial(quantized_linear, quantized, each) for each in weights]}
         if num_rows <= max_packed_float8_rows(has_blocks=by_group, splits=True):
             packed = map(pack_linear, weights)
             sides = {ROSE: [partial(small_batch_linear, x, each) for each in packed], "torch": sides[ROSE]}

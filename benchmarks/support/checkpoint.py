@@ -33,6 +33,7 @@ GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", 
 GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
 LLAMA_8B_FP8, QWEN3_8B_FP8, QWEN3_30B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8", "qwen3-30b-a3b-fp8"
+LLAMA_8B_INT4, LLAMA_8B_AWQ = "llama-8b-int4", "llama-8b-awq"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -46,13 +47,17 @@ SHAPES = {
     LLAMA_8B_FP8: "Llama 8B in float8, a scale for each row",
     QWEN3_8B_FP8: "Qwen3 8B in float8, a scale for each block",
     QWEN3_30B_FP8: "Qwen3 30B-A3B in float8, a scale for each block",
+    LLAMA_8B_INT4: "Llama 8B in int4, a scale for 128 columns",
+    LLAMA_8B_AWQ: "Llama 8B in int4 by AWQ, a scale and a zero for 128 columns",
 }
 """What a random checkpoint can look like, and what people call it."""
 
-FLOAT8_FORMATS = {
+QUANTIZED_FORMATS = {
     LLAMA_8B_FP8: "compressed-tensors channel",
     QWEN3_8B_FP8: "fp8 blocks",
     QWEN3_30B_FP8: "fp8 blocks",
+    LLAMA_8B_INT4: "pack-quantized 128",
+    LLAMA_8B_AWQ: "awq 128 zeros",
 }
 """As they are published: by Red Hat, and by Qwen."""
 
@@ -127,8 +132,8 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
     # Rotary positions have no weights: the model is the same with a longer window.
     text.max_position_embeddings = max(text.max_position_embeddings, window or 0)
     torch.manual_seed(0)
-    if shape in (GPT_OSS_20B, QWEN3_30B, *FLOAT8_FORMATS):
-        _write_layer_by_layer(folder, config, FLOAT8_FORMATS.get(shape))
+    if shape in (GPT_OSS_20B, QWEN3_30B, *QUANTIZED_FORMATS):
+        _write_layer_by_layer(folder, config, QUANTIZED_FORMATS.get(shape))
     else:
         # A billion numbers and more: seconds on a GPU.
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -159,6 +164,8 @@ def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
         LLAMA_8B_FP8: llama_8b_config,
         QWEN3_8B_FP8: qwen3_8b_config,
         QWEN3_30B_FP8: qwen3_moe_config,
+        LLAMA_8B_INT4: llama_8b_config,
+        LLAMA_8B_AWQ: llama_8b_config,
     }
     return make_configs[shape](small=small)
 
@@ -413,13 +420,13 @@ def _write_layer_by_layer(folder: Path, config: PreTrainedConfig, form: str | No
     """Write a model too large to be in memory twice: one file for each layer, and one for what is around them.
 
     Args:
-        form: of weights in float8, one of ``FLOAT8_FORMATS``; None: none are.
+        form: of quantized weights, one of ``QUANTIZED_FORMATS``; None: none are.
     """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from tests.support.float8_checkpoints import quantized, write_description
+    from tests.support.quantized_checkpoints import quantized, write_description
 
     num_layers, device = config.num_hidden_layers, "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as scratch, torch.device(device):

@@ -77,7 +77,7 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
     each: float32 raw, scaled, sorted and of captured steps, and int64 indices; at least those of two parts of a
     prompt whose log-probabilities are asked for. Prompt masks and output counts for
-    penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With float8
+    penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With quantized
     weights, the part of one that is written in half precision, and another for prompts beside decodes. Of each request
     slot bitmasks of a grammar and of logits processors, and their tables. Plus 256 MiB.
     """
@@ -86,9 +86,9 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     of_prompts = min(config.token_budget * model.vocab_size * 4, LOGITS_BYTES)
     logits = max(num_rows * model.vocab_size * 24, 2 * of_prompts)
     penalties = (config.max_num_seqs + num_rows) * model.vocab_size * 5
-    float8 = 2 * constants("float8 products")["bytes"] if model.quantization is not None else 0
+    quantized = 2 * constants("quantized products")["bytes"] if model.quantization is not None else 0
     processors = config.max_num_seqs * (_PROCESSOR_BYTES + model.vocab_size // 4)
-    return hidden + logits + penalties + float8 + processors + _GPU_SLACK_BYTES
+    return hidden + logits + penalties + quantized + processors + _GPU_SLACK_BYTES
 
 
 def allocate_kv_cache(

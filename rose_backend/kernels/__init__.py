@@ -47,6 +47,7 @@ from rose_backend.kernels.arguments import (
     Float8Weight,
     HeadRotation,
     InputQuantization,
+    Int4Weight,
     NewTokens,
     NormInput,
     PackedLinear,
@@ -71,10 +72,10 @@ from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
     adapter_rows,
     add_adapters,
-    float8_linear,
     library_quantization,
     pack_linear,
     pack_norm,
+    quantized_linear,
     small_batch_linear,
     small_batch_linear_before_norm,
 )

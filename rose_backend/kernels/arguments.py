@@ -33,18 +33,24 @@ SCALED_BLOCK = 128
 LARGEST_FLOAT8 = 448.0
 LEAST_ROW_SCALE, LEAST_OF_GROUP = 1 / (LARGEST_FLOAT8 * 512), 1e-10
 """Of activations that vLLM's kernels quantize: a row's least scale, and a group's least largest magnitude."""
+INT4_GROUPS = (32, 64, 128)
+"""Columns of an int4 weight that may share a scale; all of a row's may, too."""
+INT4_ZERO = 8
+"""The code that stands for 0 in a symmetric int4 weight."""
+INT4_SCALE_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _FLOAT8_VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Spec = tuple[torch.Tensor, str] | tuple[torch.Tensor, str, torch.dtype]
 
 
-def check_tensors(**tensors: Spec) -> dict[str, int]:
+def check_tensors(**tensors: Spec | tuple[Weight, str]) -> dict[str, int]:
     """Compare every tensor with its symbolic shape, and with its dtype where one is given.
 
     Args:
-        tensors: name to ``(tensor, shape)`` or ``(tensor, shape, dtype)``. A shape is a list of symbols separated by
-            spaces; ``R+1`` means one more than ``R``, which an earlier dimension must have set.
+        tensors: name to ``(tensor, shape)`` or ``(tensor, shape, dtype)``; a quantized weight is taken for a matrix. A
+            shape is a list of symbols separated by spaces; ``R+1`` means one more than ``R``, which an earlier
+            dimension must have set.
 
     Returns:
         Symbol to size.
@@ -54,8 +60,7 @@ def check_tensors(**tensors: Spec) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for name, spec in tensors.items():
-        tensor = spec[0]
-        shape = tensor.shape
+        shape = spec[0].shape
         dims = _parse_shape(spec[1])
         if len(shape) != len(dims):
             raise ShapeError(f"{name}: expected shape [{spec[1]}], got {len(shape)} dimensions {list(shape)}")
@@ -66,8 +71,8 @@ def check_tensors(**tensors: Spec) -> dict[str, int]:
                 sizes[symbol] = got - extra
             elif got != known + extra:
                 raise ShapeError(_mismatch_message(name, spec[1], dim, known + extra, shape))
-        if len(spec) == 3 and tensor.dtype is not spec[2]:
-            raise ShapeError(f"{name}: expected dtype {spec[2]}, got {tensor.dtype}")
+        if len(spec) == 3 and spec[0].dtype is not spec[2]:
+            raise ShapeError(f"{name}: expected dtype {spec[2]}, got {spec[0].dtype}")
     return sizes
 
 
@@ -555,6 +560,88 @@ class Float8Weight:
         return (self.values.float() * scales).to(dtype)
 
 
+def int4_step(group_size: int) -> int:
+    """Return how many columns are between those of a word of an ``Int4Weight``."""
+    return 32 if group_size == INT4_GROUPS[0] else 64
+
+
+def int4_words(num_columns: int, step: int) -> int:
+    """Return how many words a row of an ``Int4Weight`` has: those of whole chunks."""
+    return -(-num_columns // (4 * step)) * step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Weight:
+    """A matrix in 4 bits. A number is its code, 0 to 15, less a zero, times a scale.
+
+    Columns are in chunks of four times ``step``. Word ``j`` of a chunk has the codes of its columns ``j``,
+    ``j + step``, ``j + 2 * step`` and ``j + 3 * step``, the first in its lowest bits. So neighboring words become four
+    tiles of neighboring columns.
+    """
+
+    words: torch.Tensor
+    """[O, M] int16, contiguous: four codes each. The last chunk is whole, whatever is in it past the last column."""
+    scales: torch.Tensor
+    """[N, O], contiguous, float32 or half precision: of ``N`` groups of neighboring columns, equally many each."""
+    zeros: torch.Tensor | None
+    """[N, O] uint8, contiguous; None: all are ``INT4_ZERO``."""
+    num_columns: int
+    """E"""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[O, E]."""
+        return torch.Size((self.words.shape[0], self.num_columns))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.words.device
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale."""
+        return self.num_columns // self.scales.shape[0]
+
+    @property
+    def step(self) -> int:
+        """Columns between those of a word."""
+        return int4_step(self.group_size)
+
+    def check(self) -> None:
+        """Check types, devices and shapes.
+
+        Raises:
+            ShapeError: names what is wrong.
+        """
+        sizes = check_tensors(words=(self.words, "O M", torch.int16), scales=(self.scales, "N O"))
+        if self.zeros is not None:
+            check_tensors(scales=(self.scales, "N O"), zeros=(self.zeros, "N O", torch.uint8))
+        if self.scales.dtype not in INT4_SCALE_DTYPES:
+            raise ShapeError(f"scales: expected float32 or half precision, got {self.scales.dtype}")
+        num_groups, depth = sizes["N"], self.num_columns
+        if num_groups < 1 or depth % num_groups or (num_groups > 1 and self.group_size not in INT4_GROUPS):
+            raise ShapeError(
+                f"scales: expected one for {INT4_GROUPS} or all of {depth} columns, got {num_groups} in each row"
+            )
+        if sizes["M"] != int4_words(depth, self.step):
+            raise ShapeError(f"words: expected M={int4_words(depth, self.step)}, got {sizes['M']}")
+        for name, tensor in (("words", self.words), ("scales", self.scales), ("zeros", self.zeros)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise ShapeError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+            if tensor is not None and tensor.device != self.device:
+                raise ShapeError(f"{name}: expected device {self.device} as words, got {tensor.device}")
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix, [O, E], each number rounded once from float32."""
+        words = self.words.unflatten(1, (-1, 1, self.step)).int()
+        shifts = torch.arange(0, 16, 4, device=self.device, dtype=torch.int32)[:, None]
+        codes = ((words >> shifts) & 15).flatten(1)[:, : self.num_columns]
+        scales = self.scales.float().t().repeat_interleave(self.group_size, 1)
+        zeros = INT4_ZERO if self.zeros is None else self.zeros.t().repeat_interleave(self.group_size, 1)
+        return ((codes - zeros).float() * scales).to(dtype)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Experts:
     """Matrices of all experts in 8 bits, with a scale for each block of ``SCALED_BLOCK`` rows and columns of each."""
@@ -588,13 +675,17 @@ class Float8Experts:
         return torch.cat([Float8Weight(*part).dequantized(dtype) for part in parts])
 
 
+QuantizedWeight = Float8Weight | Int4Weight
+Weight = torch.Tensor | QuantizedWeight
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """A linear layer, with the LayerNorm before it folded in where there is one. Made by ``pack_linear``."""
 
-    weight: torch.Tensor | Float8Weight
-    """[O, E]. With ``is_gated`` a tensor has a row of the gate, one of its factor, the next of the gate, and so on; a
-    ``Float8Weight`` stays as it is stored, with the gate's rows first."""
+    weight: Weight
+    """[O, E]. With ``is_gated`` a tensor has a row of the gate, one of its factor, the next of the gate, and so on;
+    others stay as they are stored, with the gate's rows first."""
     bias: torch.Tensor | None  # [O], with LayerNorm float32
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     is_gated: bool = False

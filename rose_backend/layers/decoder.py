@@ -45,6 +45,11 @@ def max_packed_float8_rows(*, has_blocks: bool, splits: bool) -> int:
     return min(constants("packed float8 products", blocks=has_blocks, split=splits)["max_rows"], MAX_ROWS)
 
 
+def max_packed_int4_rows() -> int:
+    """Return the same of int4 weights, beside a library's product with the weight in half precision."""
+    return min(constants("packed int4 products")["max_rows"], MAX_ROWS)
+
+
 def rotates_inside(num_decodes: int, head_size: int) -> bool:
     """Return whether attention applies RoPE itself in a step that only decodes, in place of a separate launch.
 

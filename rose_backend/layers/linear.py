@@ -17,7 +17,6 @@ from rose_backend.kernels import (
     AdapterRows,
     Adapters,
     Experts,
-    Float8Weight,
     InputQuantization,
     NormInput,
     PackedLinear,
@@ -29,11 +28,11 @@ from rose_backend.kernels import (
     bias_gelu,
     bias_residual,
     expert_mlp,
-    float8_linear,
     layer_norm,
     pack_linear,
     pack_norm,
     quantize,
+    quantized_linear,
     rms_norm,
     rms_norm_quantized,
     silu_mul,
@@ -41,6 +40,7 @@ from rose_backend.kernels import (
     small_batch_linear,
     small_batch_linear_before_norm,
 )
+from rose_backend.kernels.arguments import Weight
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.tuning.measured import constants
 
@@ -64,12 +64,12 @@ class Norm:
 class Linear:
     """``x @ weight + bias``."""
 
-    weight: torch.Tensor | Float8Weight
-    """[E, O], any strides: library products take any. A ``Float8Weight`` is [O, E]."""
+    weight: Weight
+    """[E, O], any strides: library products take any. A quantized weight is [O, E]."""
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
     """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
-    ``Float8Weight`` is the same one."""
+    quantized weight is the same one."""
     adapters: Adapters | None = None
     many_rows: Callable[[torch.Tensor | QuantizedActivations], torch.Tensor] | None = None
     """The host's own product, bias included, of batches that are not small. Only it knows what is in ``weight`` where
@@ -158,7 +158,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         norm_bias=None if folded is None else folded.bias,
         gated=gated,
     )
-    if isinstance(packed.weight, Float8Weight):
+    if not isinstance(packed.weight, torch.Tensor):
         return replace(linear, packed=packed)
     bias = None if packed.bias is None else packed.bias.to(packed.weight.dtype)
     return Linear(packed.weight.t(), bias, packed, linear.adapters)
@@ -409,9 +409,9 @@ def fewest_halved_rows(width: int, num_processors: int) -> int:
 def _product(x: torch.Tensor | QuantizedActivations, linear: Linear) -> torch.Tensor:
     if linear.many_rows is not None:
         return linear.many_rows(x)
-    if isinstance(linear.weight, Float8Weight):
+    if not isinstance(linear.weight, torch.Tensor):
         if linear.quantization is not None and isinstance(x, torch.Tensor):
             x = quantize(x, linear.quantization)
-        return float8_linear(x, linear.weight, linear.bias)
+        return quantized_linear(x, linear.weight, linear.bias)
     assert isinstance(x, torch.Tensor), "products of weights in 16 bits take no others"
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

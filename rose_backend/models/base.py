@@ -13,10 +13,10 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, Float8Weight, HeadRotation, embed_tokens
+from rose_backend.kernels import AttentionOptions, Float8Weight, HeadRotation, Int4Weight, embed_tokens
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.decoder import Decoder, max_packed_float8_rows, run_layers
+from rose_backend.layers.decoder import Decoder, max_packed_float8_rows, max_packed_int4_rows, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
@@ -136,6 +136,8 @@ class CausalLM(ABC):
 def _max_packed_rows(layer: DecoderLayer, dtype: torch.dtype) -> int | None:
     """Return ``Decoder.max_packed_rows``. A library multiplies many rows faster in 8 bits than in 16."""
     weight = layer.qkv.weight
+    if isinstance(weight, Int4Weight):
+        return max_packed_int4_rows()
     if layer.qkv.quantization is None or not isinstance(weight, Float8Weight):
         return None
     # Later GPUs split activations, too, but the kernel was not measured there.

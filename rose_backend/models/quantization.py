@@ -1,7 +1,8 @@
-"""What config.json says of weights that are stored in 8 bits.
+"""What config.json says of weights that are stored in 8 or 4 bits.
 
-Only how scales are stored depends on the format: an e4m3 number times its scale is the weight in all of them. Which
-matrices are quantized is seen by the types of their tensors.
+Of float8 only how scales are stored depends on the format: an e4m3 number times its scale is the weight in all of them.
+How int4 formats store codes is said in ``rose_backend.kernels.linear.int4_formats``. Which matrices are quantized is
+seen by their tensors.
 """
 
 from __future__ import annotations
@@ -13,26 +14,50 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels.arguments import INT4_GROUPS
+from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ, GPTQ_V2, Int4Format
 
 _BLOCK = [128, 128]
-UNUSED_SUFFIXES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
-"""Scales of activations, whose own are computed, and of K/V caches, by their older names, too."""
+UNUSED_SUFFIXES = (
+    *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+    ".weight_shape",
+)
+"""Scales of activations, whose own are computed, and of K/V caches, by their older names, too; known shapes."""
 _FIELD = "config.json: quantization_config"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quantization:
+    """How matrices of a checkpoint are quantized."""
+
+    ignored: tuple[str, ...] = ()
+    """Names or patterns of modules that are not."""
+
+    def ignores(self, module: str) -> bool:
+        """Whether config.json says that a module is not quantized."""
+        return any(_matches(pattern, module) for pattern in self.ignored)
+
+
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class Float8Quantization(_Quantization):
     """How float8 matrices of a checkpoint are scaled."""
 
     scales: Literal["blocks", "rows", "tensor"]
     scale_name: str
     """Of the tensor beside ``weight``."""
-    ignored: tuple[str, ...] = ()
-    """Names or patterns of modules that are not quantized."""
 
-    def ignores(self, module: str) -> bool:
-        """Whether config.json says that a module is not quantized."""
-        return any(_matches(pattern, module) for pattern in self.ignored)
+
+@dataclass(frozen=True, slots=True)
+class Int4Quantization(_Quantization):
+    """How int4 matrices of a checkpoint are stored."""
+
+    form: Int4Format
+    group_size: int | None
+    """Columns that share a scale; None: all of a row's."""
+    has_zeros: bool
+
+
+Quantization = Float8Quantization | Int4Quantization
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -56,7 +81,13 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(config, dict):
         raise ModelError(f"{_FIELD} must be an object, got {config!r}")
     method = config.get("quant_method")
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
+    readers = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+    }
     if not isinstance(method, str) or method not in readers:
         raise ModelError(
             f"{_FIELD}.quant_method={method!r} is not supported, allowed are {', '.join(readers)}; "
@@ -71,13 +102,13 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     block = config.get("weight_block_size")
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
     if block is None:
-        return Quantization("tensor", "weight_scale", ignored)
+        return Float8Quantization("tensor", "weight_scale", ignored=ignored)
     _require("", config, "weight_block_size", _BLOCK)
-    return Quantization("blocks", "weight_scale_inv", ignored)
+    return Float8Quantization("blocks", "weight_scale_inv", ignored=ignored)
 
 
 def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    _require("", config, "format", "float-quantized")
+    _require("", config, "format", "float-quantized", "pack-quantized")
     for name in ("sparsity_config", "transform_config"):
         if config.get(name):
             raise ModelError(f"{_FIELD}.{name} is not supported")
@@ -91,21 +122,66 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     )
     if not isinstance(weights, dict):
         raise ModelError(f"{_FIELD}{path} must be an object, got {weights!r}")
+    ignored = _names(config, "ignore")
+    if config["format"] == "pack-quantized":
+        return _read_packed(path, weights, ignored)
     _require(path, weights, "num_bits", 8)
     _require(path, weights, "type", "float")
     _require(path, weights, "symmetric", True, None)
     _require(path, weights, "dynamic", False, None)
     _require(path, weights, "strategy", "channel", "tensor", "block")
-    ignored = _names(config, "ignore")
     if weights["strategy"] == "block":
         _require(path, weights, "block_structure", _BLOCK)
-        return Quantization("blocks", "weight_scale", ignored)
-    return Quantization("rows" if weights["strategy"] == "channel" else "tensor", "weight_scale", ignored)
+        return Float8Quantization("blocks", "weight_scale", ignored=ignored)
+    scales: Literal["rows", "tensor"] = "rows" if weights["strategy"] == "channel" else "tensor"
+    return Float8Quantization(scales, "weight_scale", ignored=ignored)
+
+
+def _read_packed(path: str, weights: Mapping[str, Any], ignored: tuple[str, ...]) -> Int4Quantization:
+    _require(path, weights, "num_bits", 4)
+    _require(path, weights, "type", "int", None)
+    _require(path, weights, "symmetric", True, False, None)
+    _require(path, weights, "dynamic", False, None)
+    # With others, columns that share a scale are no neighbors.
+    _require(path, weights, "actorder", None, False, "weight", "static")
+    _require(path, weights, "strategy", "group", "channel")
+    has_zeros = weights.get("symmetric") is False
+    if weights["strategy"] == "channel":
+        return Int4Quantization(COMPRESSED_TENSORS, None, has_zeros, ignored=ignored)
+    _require(path, weights, "group_size", *INT4_GROUPS)
+    return Int4Quantization(COMPRESSED_TENSORS, weights["group_size"], has_zeros, ignored=ignored)
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Quantization:
     _require("", config, "quant_algo", "FP8")
-    return Quantization("tensor", "weight_scale", _names(config, "ignore", "exclude_modules"))
+    return Float8Quantization("tensor", "weight_scale", ignored=_names(config, "ignore", "exclude_modules"))
+
+
+def _read_awq(config: Mapping[str, Any]) -> Int4Quantization:
+    _require("", config, "bits", 4)
+    _require("", config, "zero_point", True)
+    _require("", config, "version", "gemm", "GEMM", None)
+    return Int4Quantization(AWQ, _group_size(config), True, ignored=_names(config, "modules_to_not_convert"))
+
+
+def _read_gptq(config: Mapping[str, Any]) -> Int4Quantization:
+    _require("", config, "bits", 4)
+    for name in ("dynamic", "lm_head"):
+        if config.get(name):
+            raise ModelError(f"{_FIELD}.{name} is not supported")
+    _require("", config, "checkpoint_format", "gptq", "gptq_v2", None)
+    group_size = _group_size(config)
+    if group_size is not None:
+        # Columns that share a scale would be no neighbors.
+        _require("", config, "desc_act", False, None)
+    form = GPTQ_V2 if config.get("checkpoint_format") == "gptq_v2" else GPTQ
+    return Int4Quantization(form, group_size, config.get("sym") is not True)
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Return the columns that share a scale; None: all of a row's."""
+    _require("", config, "group_size", *INT4_GROUPS, -1)
+    return None if config["group_size"] == -1 else config["group_size"]
 
 
 def _require(path: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> None:

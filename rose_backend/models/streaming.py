@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,11 +21,25 @@ from typing import TypeVar
 import torch
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Float8Experts, Float8Weight, library_quantization
-from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
+from rose_backend.kernels import Float8Experts, Float8Weight, Int4Weight, library_quantization
+from rose_backend.kernels.arguments import (
+    INT4_SCALE_DTYPES,
+    SCALED_BLOCK,
+    WEIGHT_DTYPE,
+    QuantizedWeight,
+    Weight,
+    int4_step,
+    int4_words,
+)
+from rose_backend.kernels.linear.int4_formats import Int4Format, StoredInt4, store_int4
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.models.config import ModelConfig
-from rose_backend.models.quantization import UNUSED_SUFFIXES, Quantization
+from rose_backend.models.quantization import (
+    UNUSED_SUFFIXES,
+    Float8Quantization,
+    Int4Quantization,
+    Quantization,
+)
 from rose_backend.models.weights import Checkpoint, ProgressCallback, StoredTensor, stored_dtype
 
 HEAD = "lm_head.weight"
@@ -80,12 +94,12 @@ def load_weights(
     stream(reader.copies, checkpoint.on_progress)
     for finish in reader.afterwards:
         finish()
-    _check_finite(reader.float8_weights)
+    _check_finite(reader.quantized_weights)
     return weights
 
 
-def _check_finite(weights: Mapping[str, Float8Weight | Float8Experts]) -> None:
-    """Check that float8 weights have only numbers: kernels take a NaN for a number.
+def _check_finite(weights: Mapping[str, QuantizedWeight | Float8Experts]) -> None:
+    """Check that quantized weights have only numbers: kernels take a NaN in 8 bits for a number.
 
     Raises:
         ModelError: names the first matrices that have something else.
@@ -93,13 +107,13 @@ def _check_finite(weights: Mapping[str, Float8Weight | Float8Experts]) -> None:
     if not weights:
         return
     # One matrix at a time; read together, so that no check waits for its result.
-    is_wrong = torch.stack(
-        [
-            ((each.values.view(torch.uint8) & 0x7F) == 0x7F).any() | ~each.scales.isfinite().all()
-            for each in weights.values()
-        ]
-    )
-    wrong = [name for name, each in zip(weights, is_wrong.tolist(), strict=True) if each]
+    are_wrong = []
+    for each in weights.values():
+        is_wrong = ~each.scales.isfinite().all()
+        if not isinstance(each, Int4Weight):
+            is_wrong |= ((each.values.view(torch.uint8) & 0x7F) == 0x7F).any()
+        are_wrong.append(is_wrong)
+    wrong = [name for name, each in zip(weights, torch.stack(are_wrong).tolist(), strict=True) if each]
     if wrong:
         raise ModelError(f"model: {wrong[0]} has weights or scales that are not numbers")
 
@@ -121,7 +135,7 @@ class WeightReader:
     """What is to be read."""
     afterwards: list[Callable[[], object]] = field(default_factory=list)
     """What is to be done when all has been read."""
-    float8_weights: dict[str, Float8Weight | Float8Experts] = field(default_factory=dict)
+    quantized_weights: dict[str, QuantizedWeight | Float8Experts] = field(default_factory=dict)
     """By the names of their parts."""
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
@@ -154,13 +168,15 @@ class WeightReader:
         """
         sizes = list(fan_outs.values())
         quantization = self._quantization_of(list(fan_outs))
-        weight: torch.Tensor | Float8Weight
+        weight: Weight
         input_quantization = None
         if quantization is None:
             matrix = self._empty(sum(sizes), fan_in)
             for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.weight")
             weight = matrix.t()
+        elif isinstance(quantization, Int4Quantization):
+            weight = self._int4(fan_in, fan_outs, quantization)
         else:
             weight = self._float8(fan_in, fan_outs, quantization)
             input_quantization = library_quantization(weight, self.config.dtype)
@@ -169,7 +185,23 @@ class WeightReader:
             bias = self._empty(sum(sizes))
             for name, part in zip(fan_outs, bias.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.bias")
+        elif isinstance(quantization, Int4Quantization):
+            for name, size in fan_outs.items():
+                self._expect_zeros(f"{self.prefix}{name}.bias", size)
         return Linear(weight, bias, quantization=input_quantization)
+
+    def _expect_zeros(self, name: str, size: int) -> None:
+        """Read a bias that should not be there: GPTQ may store zeros for layers that have none."""
+        if name not in self.checkpoint.tensors:
+            return
+        bias = self._empty(size)
+        self._fill(bias, name)
+
+        def check() -> None:
+            if bool(bias.any()):
+                raise ModelError(f"model: tensor {name!r} is a bias that config.json leaves out, and not 0")
+
+        self.afterwards.append(check)
 
     def _quantization_of(self, names: Sequence[str]) -> Quantization | None:
         """Return how linear layers that are joined are quantized; None if they are not.
@@ -183,13 +215,71 @@ class WeightReader:
         if checkpoint.lacks_weights:
             found = {not quantization.ignores(self.prefix + name) for name in names}
         else:
-            found = {checkpoint.dtype_of(f"{self.prefix}{name}.weight") is WEIGHT_DTYPE for name in names}
+            found = {self._is_quantized(f"{self.prefix}{name}", quantization) for name in names}
         if len(found) > 1:
             listed = ", ".join(names) if len(names) <= _MAX_LISTED else f"{names[0]} to {names[-1]}"
             raise ModelError(f"model: {listed} are computed together: all must be quantized, or none")
         return quantization if True in found else None
 
-    def _float8(self, fan_in: int, fan_outs: Mapping[str, int], quantization: Quantization) -> Float8Weight:
+    def _is_quantized(self, module: str, quantization: Quantization) -> bool:
+        if isinstance(quantization, Int4Quantization):
+            return f"{module}.{quantization.form.codes.name}" in self.checkpoint.tensors
+        return self.checkpoint.dtype_of(f"{module}.weight") is WEIGHT_DTYPE
+
+    def _int4(self, fan_in: int, fan_outs: Mapping[str, int], quantization: Int4Quantization) -> Int4Weight:
+        form, group_size = quantization.form, quantization.group_size or fan_in
+        if fan_in % group_size:
+            raise ModelError(
+                f"model: {', '.join(fan_outs)} have {fan_in} columns, no multiple of {group_size} that share a scale"
+            )
+        num_rows, step = sum(fan_outs.values()), int4_step(group_size)
+        words = torch.empty((num_rows, int4_words(fan_in, step)), dtype=torch.int16, device=self.device)
+        scales = torch.empty(
+            (fan_in // group_size, num_rows), dtype=self._scales_dtype(fan_outs, form), device=self.device
+        )
+        zeros = torch.empty_like(scales, dtype=torch.uint8) if quantization.has_zeros else None
+        weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight(words, scales, zeros, fan_in)
+        first_row = 0
+        for name, fan_out in fan_outs.items():
+            self._fill_int4(weight, slice(first_row, first_row + fan_out), f"{self.prefix}{name}", form)
+            first_row += fan_out
+        return weight
+
+    def _scales_dtype(self, names: Iterable[str], form: Int4Format) -> torch.dtype:
+        """Return the type that the scales of some matrices are kept in: as they are stored, if all alike."""
+        dtypes = {self.checkpoint.dtype_of(f"{self.prefix}{name}.{form.scales_name}") for name in names}
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= INT4_SCALE_DTYPES else torch.float32
+
+    def _fill_int4(self, weight: Int4Weight, rows: slice, module: str, form: Int4Format) -> None:
+        """Note what is read into some rows of a weight, and is brought into their form afterwards."""
+        words, num_groups = weight.words[rows], weight.scales.shape[0]
+        num_rows, num_columns = words.shape[0], weight.num_columns
+        shape = form.codes.shape(num_rows, num_columns)
+        # Codes are read to where their words will be: what is in both forms at once is one matrix.
+        codes = words.view(-1).view(torch.int32)[: shape[0] * shape[1]].view(shape)
+        self._fill(codes, f"{module}.{form.codes.name}")
+        sizes = (num_groups, num_rows) if form.zeros.is_transposed else (num_rows, num_groups)
+        scales = torch.empty(sizes, dtype=weight.scales.dtype, device=self.device)
+        self._fill(scales, f"{module}.{form.scales_name}")
+        of_groups = form.zeros.shape(num_rows, num_groups)
+        zeros = self._int32(f"{module}.{form.zeros.name}", *of_groups, is_needed=weight.zeros is not None)
+        order = None
+        if form.order_name is not None:
+            order = self._int32(f"{module}.{form.order_name}", num_columns, is_needed=False)
+        stored = StoredInt4(codes, scales, zeros, order)
+        self.afterwards.append(lambda: store_int4(weight, rows, form, stored, module))
+
+    def _int32(self, name: str, *shape: int, is_needed: bool) -> torch.Tensor | None:
+        """Return a tensor that is read if it is there, or needed."""
+        if not is_needed and name not in self.checkpoint.tensors:
+            return None
+        tensor = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self._fill(tensor, name)
+        return tensor
+
+    def _float8(
+        self, fan_in: int, fan_outs: Mapping[str, int], quantization: Float8Quantization
+    ) -> Float8Weight:
         sizes = list(fan_outs.values())
         values = torch.empty((sum(sizes), fan_in), dtype=WEIGHT_DTYPE, device=self.device)
         blocks = [-(-size // SCALED_BLOCK) for size in sizes]
@@ -211,7 +301,7 @@ class WeightReader:
                 self._fill_with_one(scales_of_part, scale)
             else:
                 self._fill(scales_of_part, scale)
-        weight = self.float8_weights[", ".join(fan_outs)] = Float8Weight(values, scales)
+        weight = self.quantized_weights[", ".join(fan_outs)] = Float8Weight(values, scales)
         return weight
 
     def stacked(
@@ -236,6 +326,8 @@ class WeightReader:
     def _float8_experts(
         self, title: str, names: Sequence[Sequence[str]], rows: int, columns: int, quantization: Quantization
     ) -> Float8Experts:
+        if isinstance(quantization, Int4Quantization):
+            raise ModelError(f"model: {title} in 4 bits are not supported")
         if quantization.scales != "blocks":
             raise ModelError(
                 f"model: {title} in 8 bits with scales of {quantization.scales} are not supported, allowed are blocks"
@@ -249,7 +341,7 @@ class WeightReader:
         ):
             self._fill(matrix, f"{self.prefix}{name}.weight")
             self._fill(scales_of_matrix, f"{self.prefix}{name}.{quantization.scale_name}")
-        weight = self.float8_weights[f"{names[0][0]} to {names[-1][-1]}"] = Float8Experts(values, scales)
+        weight = self.quantized_weights[f"{names[0][0]} to {names[-1][-1]}"] = Float8Experts(values, scales)
         return weight
 
     def check_all_read(self, unused_suffixes: tuple[str, ...]) -> None:
@@ -314,6 +406,8 @@ class WeightReader:
                 f"model: tensor {name!r} is stored as {stored.dtype}, which only linear layers of attention "
                 "and MLPs may be"
             )
+        if tensor.dtype is torch.int32 and not self.checkpoint.lacks_weights and stored.dtype != "I32":
+            raise ModelError(f"model: tensor {name!r} is stored as {stored.dtype}, expected I32")
         self.copies.append(Copy(stored, tensor))
 
     def _fill_with_one(self, tensor: torch.Tensor, name: str) -> None:

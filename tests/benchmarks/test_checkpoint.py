@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import offline_compare, online_compare
 from benchmarks.support.checkpoint import (
-    FLOAT8_FORMATS,
     GPT2_124M,
     GPT_OSS_20B,
     LLAMA_1B,
     LLAMA_8B,
+    QUANTIZED_FORMATS,
     QWEN3_06B,
     QWEN3_30B,
     QWEN3_VL_4B,
@@ -108,7 +108,7 @@ def test_layers_with_experts_are_written_one_by_one(shape: str) -> None:
         assert bool((moe.model.norm.weight == 1).all())
 
 
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B, QWEN3_30B, *FLOAT8_FORMATS])
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B, QWEN3_30B, *QUANTIZED_FORMATS])
 def test_small_shapes_are_models_that_rose_serves(shape: str) -> None:
     with (
         checkpoint(None, shape, small=True) as model,

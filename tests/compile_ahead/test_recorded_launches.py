@@ -71,6 +71,9 @@ def launch_some() -> None:
     values = torch.empty((4, 2, 128, 64), dtype=torch.float8_e4m3fn, device="meta")
     scales = torch.empty((4, 2, 1, 1), device="meta")
     kernels.small_batch_linear(hidden, kernels.pack_linear(kernels.Float8Weight(values[0, 0], scales[0, 0])))
+    words = torch.empty((192, 64), dtype=torch.int16, device="meta")
+    codes = kernels.Int4Weight(words, torch.empty((1, 192), dtype=torch.float16, device="meta"), None, 64)
+    kernels.small_batch_linear(hidden, kernels.pack_linear(codes))
     experts = kernels.Experts(
         kernels.Float8Experts(values, scales),
         kernels.Float8Experts(values.view(4, 1, 64, 256)[..., :128].contiguous(), scales[:, :1].contiguous()),
@@ -83,7 +86,7 @@ def launch_some() -> None:
 NAMES = [
     *("_add_experts_kernel", "_block_clone_kernel", "_choose_experts_kernel", "_embed_tokens_kernel"),
     *("_expert_product_kernel", "_expert_product_kernel", "_norm_kernel"),
-    *("small_batch_linear_kernel", "small_batch_linear_kernel"),
+    *("small_batch_linear_kernel", "small_batch_linear_kernel", "small_batch_linear_kernel"),
 ]
 
 

@@ -17,10 +17,10 @@ from rose_backend.kernels import Float8Weight
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import MakeEngine
-from tests.support.float8_checkpoints import FORMATS, KEPT, write_pair
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import VOCAB_SIZE
 from tests.support.moments import record_moments
+from tests.support.quantized_checkpoints import FORMATS, KEPT, write_pair
 from tests.support.random_checkpoints import write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
 from tests.support.vllm_engines import generate, inputs_of, runner_of

@@ -16,8 +16,8 @@ from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.support.float8_checkpoints import GPU_SIZES, write_pair
 from tests.support.graph_pointers import capture_kept, find_strangers
+from tests.support.quantized_checkpoints import GPU_SIZES, write_pair
 from tests.support.random_checkpoints import (
     VOCAB_SIZE,
     WRITERS,

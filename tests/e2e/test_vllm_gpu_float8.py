@@ -18,9 +18,9 @@ from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts
 from tests.support.llama_checkpoints import VOCAB_SIZE
+from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.random_checkpoints import write_random_adapter
 from tests.support.vllm_engines import has_roses_layers, inputs_of, runner_of
 

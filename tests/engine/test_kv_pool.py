@@ -18,7 +18,7 @@ from rose_backend.engine.kv_pool import (
 from rose_backend.engine.startup import feature_status
 from rose_backend.errors import ConfigError
 from rose_backend.models.config import ModelConfig
-from rose_backend.models.quantization import Quantization
+from rose_backend.models.quantization import Float8Quantization
 
 
 def model_config(layers: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> ModelConfig:
@@ -70,7 +70,7 @@ def test_gpu_pool_leaves_room_for_what_is_used_and_for_a_step(monkeypatch: pytes
     logits, penalties = 4096 * 512 * 24, (10_000 + 4096) * 512 * 5
     processors = 10_000 * ((26 << 10) + 512 // 4)
     assert reserve == 2 * 4096 * 768 * 11 * 2 + logits + penalties + processors + (256 << 20)
-    quantized = replace(GPT2_124M, quantization=Quantization("rows", "weight_scale"))
+    quantized = replace(GPT2_124M, quantization=Float8Quantization("rows", "weight_scale"))
     assert gpu_reserve_bytes(EngineConfig(model="m", **options), quantized) == reserve + (64 << 20)
     expected = (int(total * 0.5) - (total - free) - reserve) // block_bytes(GPT2_124M, 16)
     assert choose(GPT2_124M, "cuda", gpu_memory_utilization=0.5, **options) == expected

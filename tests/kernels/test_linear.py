@@ -17,16 +17,17 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels import (
     Float8Weight,
     InputQuantization,
+    Int4Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
     empty_rows,
-    float8_linear,
     library_quantization,
     norm_input_of,
     pack_linear,
     pack_norm,
     quantize,
+    quantized_linear,
     small_batch_linear,
     small_batch_linear_before_norm,
 )
@@ -48,12 +49,14 @@ from tests.support.linear_cases import (
     FLOAT8_PARTS,
     GATED_PARTS,
     GATED_SHAPES,
+    INT4_PARTS,
     PARTS,
     SHAPES,
     Case,
     make_case,
     overlapping,
     random_float8,
+    random_int4,
 )
 from tests.support.moments import check_left, left_to
 
@@ -117,7 +120,7 @@ def launch_public(case: Case, layer: PackedLinear, num_x_parts: int) -> tuple[to
 
 
 @each_dtype
-@pytest.mark.parametrize("parts", PARTS + GATED_PARTS + FLOAT8_PARTS)
+@pytest.mark.parametrize("parts", PARTS + GATED_PARTS + FLOAT8_PARTS + INT4_PARTS)
 def test_values(implementation: Implementation, dtype: torch.dtype, parts: str) -> None:
     """With the configurations that are chosen, which are a GPU's own."""
     sizes = (
@@ -384,19 +387,119 @@ def test_every_float8_number_is_exact(implementation: Implementation, dtype: tor
     assert torch.equal(implementation(convert_all, dtype, implementation.device).cpu(), expected)
 
 
+# One turn, several, and more programs than have columns; a chunk that ends past the last column.
+@pytest.mark.parametrize(
+    ("rows", "depth", "tiles"),
+    [
+        (1, 256, config(8, 64, 256, weights_left=True)),
+        (21, 640, config(16, 32, 256, 2, weights_left=True)),
+        (6, 768, config(8, 64, 256, 4, weights_left=True)),
+        (5, 384, config(8, 64, 256, weights_left=True)),
+    ],
+    ids=["one turn", "several", "a part without columns", "half a chunk"],
+)
+@pytest.mark.parametrize("parts", INT4_PARTS)
+def test_codes_of_every_kind_of_group(rows: int, depth: int, tiles: dict[str, Any], parts: str) -> None:
+    if "int4-32" in parts:
+        tiles = {**tiles, "block_k": 128}
+    for dtype in (HALF, torch.float32):
+        case = make_case(rows, depth, 70, parts, dtype)
+        case.check(INTERPRETER(launch, case, tiles, next_norm=case.next_norm))
+
+
+def test_no_scale_of_a_group_is_read_beyond_the_depth() -> None:
+    """A chunk of words ends a group behind the last one, and what lies there is not a number."""
+    case = make_case(5, 384, 70, "int4-128 nobias", HALF)
+    assert isinstance(case.weight, Int4Weight)
+    scales = torch.full((4, 70), float("nan"), dtype=HALF)
+    scales[:3] = case.weight.scales
+    weight = replace(case.weight, scales=scales[:3])
+    case.check(INTERPRETER(launch, replace(case, weight=weight), config(8, 64, 256, weights_left=True)))
+
+
+def test_other_tiles_of_codes_are_refused() -> None:
+    case = make_case(5, 256, 70, "int4-128 nobias", HALF)
+    good = {"block_m": 8, "block_n": 64, "block_k": 256, "weights_left": True}
+    for wrong in ({"block_k": 128}, {"weights_left": False}, {"warp_split": 4}, {"use_tma": True}):
+        with pytest.raises(ShapeError, match="a depth of 256, with an int4 weight, got"):
+            launch(case, good | wrong)
+
+
+def test_a_matrix_is_what_its_codes_zeros_and_scales_say() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for depth, group, zeros in ((384, 128, False), (320, 64, True), (160, 32, True), (300, 300, False)):
+        weight, matrix = random_int4(20, depth, generator, group, zeros=zeros)
+        weight.check()
+        assert weight.shape == matrix.shape and weight.group_size == group
+        assert torch.equal(weight.dequantized(torch.float32).double(), matrix)
+
+
+NUM_ZEROS = 16
+
+
+def convert_codes(dtype: torch.dtype, group: int, device: str) -> torch.Tensor:
+    """Return what a product makes of every code with every zero, [zeros * 16], where only one column is not 0."""
+    zeros = torch.arange(NUM_ZEROS).repeat_interleave(16)
+    codes = zeros[:, None].repeat(1, 256)
+    rows = torch.arange(len(codes))
+    columns = rows * 37 % 256
+    codes[rows, columns] = torch.arange(16).repeat(NUM_ZEROS)
+    scales = 2.0 ** (rows % 24 - 14)
+    weight = Int4Weight(
+        torch.empty(len(codes), 64, dtype=torch.int16),
+        scales.to(HALF).repeat(256 // group, 1),
+        zeros.to(torch.uint8).repeat(256 // group, 1),
+        256,
+    )
+    step, chunk = (32, 128) if group == 32 else (64, 256)
+    words = torch.zeros(len(codes), 64, dtype=torch.int64)
+    for column in range(256):
+        words[:, column // chunk * step + column % step] += codes[:, column] << (4 * (column % chunk // step))
+    weight.words.copy_(torch.where(words < 1 << 15, words, words - (1 << 16)))
+    weight = Int4Weight(weight.words.to(device), weight.scales.to(device), weight.zeros.to(device), 256)
+    # One row for each place in eight numbers that are converted together: a number in another's place shows.
+    x = torch.eye(8, dtype=dtype, device=device).repeat(1, 32)
+    out = small_batch_linear(x, pack_linear(weight))
+    others = out.clone()
+    others[columns % 8, rows] = 0.0
+    assert not others.any()
+    return out[columns % 8, rows]
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_every_code_is_exact_with_every_zero(
+    implementation: Implementation, dtype: torch.dtype, group: int
+) -> None:
+    rows = torch.arange(NUM_ZEROS * 16)
+    expected = ((rows % 16 - rows // 16) * 2.0 ** (rows % 24 - 14)).to(dtype)
+    assert torch.equal(implementation(convert_codes, dtype, group, implementation.device).cpu(), expected)
+
+
 def make_float8(columns: int, depth: int, kind: str, device: str) -> Float8Weight:
     generator = torch.Generator().manual_seed(depth)
     return random_float8(columns, depth, generator, blocks=kind == "blocks", device=device)
 
 
+def make_quantized(columns: int, depth: int, kind: str, device: str) -> Float8Weight | Int4Weight:
+    if kind in ("rows", "blocks"):
+        return make_float8(columns, depth, kind, device)
+    generator = torch.Generator().manual_seed(depth)
+    group, zeros = kind.partition(" ")[0], kind.endswith("zeros")
+    return random_int4(
+        columns, depth, generator, depth if group == "all" else int(group), zeros=zeros, device=device
+    )[0]
+
+
 @each_dtype
-@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("kind", ["rows", "blocks", "128", "64 zeros", "32", "all zeros"])
 def test_products_of_many_rows(implementation: Implementation, dtype: torch.dtype, kind: str) -> None:
     """In three parts of the weight, of 128, 128 and 14 rows."""
     generator, device = torch.Generator().manual_seed(1), implementation.device
-    x = torch.randn(7, 303, generator=generator).to(device, dtype)[:, :300]
+    depth = 320 if kind.startswith(("64", "32")) else 384 if kind == "128" else 300
+    x = torch.randn(7, depth + 3, generator=generator).to(device, dtype)[:, :depth]
     weight, bias = (
-        make_float8(270, 300, kind, device),
+        make_quantized(270, depth, kind, device),
         torch.randn(270, generator=generator).to(device, dtype),
     )
     exact = x.double() @ weight.dequantized(torch.float32).double().T
@@ -407,14 +510,16 @@ def test_products_of_many_rows(implementation: Implementation, dtype: torch.dtyp
         assert_within_budget(actual, exact + shift, plain + shift)
 
 
-def in_small_parts(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    from rose_backend.kernels.linear import float8
+def in_small_parts(
+    x: torch.Tensor, weight: Float8Weight | Int4Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from rose_backend.kernels.linear import many_rows
 
     with (
-        mock.patch.object(float8, "_PART_BYTES", 130 * 300 * x.element_size()),
+        mock.patch.object(many_rows, "_PART_BYTES", 130 * x.shape[1] * x.element_size()),
         Workspace(),
     ):
-        return float8_linear(x, weight, bias)
+        return quantized_linear(x, weight, bias)
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE, ON_GPU], ids=str)
@@ -438,7 +543,7 @@ def test_products_of_activations_in_8_bits(
         # What rounding activations to 8 bits costs.
         cost = (x.double() @ weight.dequantized(torch.float32).double().T - exact).norm()
         for each, shift in ((None, 0), (bias, bias)):
-            actual = implementation(float8_linear, quantized, weight, each)
+            actual = implementation(quantized_linear, quantized, weight, each)
             assert actual.dtype == dtype and actual.shape == exact.shape
             if kind == "blocks" or not implementation.has_kernels:
                 assert_within_budget(actual, exact + shift, plain + shift)
@@ -475,7 +580,7 @@ def test_what_a_library_multiplies_in_8_bits(
 
 
 def test_parts_of_a_weight_are_about_equal() -> None:
-    from rose_backend.kernels.linear.float8 import _rows_at_once
+    from rose_backend.kernels.linear.many_rows import _rows_at_once
 
     # Qwen3 8B's last product, 70B's, a small one, and one whose rows hardly fit.
     sizes = [(4096, 1365), (8192, 585), (270, 4096), (4096, 100)]
@@ -498,16 +603,44 @@ def test_bad_float8_weights_are_named() -> None:
         with pytest.raises(ShapeError, match=message):
             pack_linear(weight)
         with pytest.raises(ShapeError, match=message):
-            float8_linear(x, weight)
+            quantized_linear(x, weight)
     good = Float8Weight(values, scales)
-    with pytest.raises(ShapeError, match="norm_weight and norm_bias: expected neither with a float8 weight"):
+    with pytest.raises(
+        ShapeError, match="norm_weight and norm_bias: expected neither with a quantized weight"
+    ):
         pack_linear(good, norm_weight=torch.ones(300), norm_bias=torch.ones(300))
     with pytest.raises(ShapeError, match="bias: expected O=270, got 3"):
         pack_linear(good, torch.ones(3))
     with pytest.raises(ShapeError, match="weight: expected whole blocks of 128 rows of a gate, got 135 rows"):
         pack_linear(Float8Weight(values, torch.ones(3, 3)), gated=True)
-    with pytest.raises(ShapeError, match="values: expected E=299, got 300"):
-        float8_linear(x[:, 1:], good)
+    with pytest.raises(ShapeError, match="weight: expected E=299, got 300"):
+        quantized_linear(x[:, 1:], good)
+
+
+def test_bad_int4_weights_are_named() -> None:
+    words = torch.zeros(6, 128, dtype=torch.int16)  # of 512 columns, 384 of which there are
+    scales, zeros = torch.ones(3, 6), torch.zeros(3, 6, dtype=torch.uint8)
+    wrong = [
+        (Int4Weight(words.int(), scales, zeros, 384), "words: expected dtype torch.int16"),
+        (Int4Weight(words, scales.double(), zeros, 384), "scales: expected float32 or half precision, got"),
+        (Int4Weight(words, scales, zeros.int(), 384), "zeros: expected dtype torch.uint8"),
+        (Int4Weight(words, scales, zeros[:2], 384), "zeros: expected N=3"),
+        (
+            Int4Weight(words, scales, zeros, 385),
+            r"for \(32, 64, 128\) or all of 385 columns, got 3 in each row",
+        ),
+        (Int4Weight(words, torch.ones(2, 6), None, 512), "or all of 512 columns, got 2 in each row"),
+        (Int4Weight(words[:, :64].contiguous(), scales, zeros, 384), "words: expected M=128, got 64"),
+        (Int4Weight(words, scales.T.contiguous().T, zeros, 384), "scales: expected a contiguous tensor"),
+    ]
+    for weight, message in wrong:
+        with pytest.raises(ShapeError, match=message):
+            pack_linear(weight)
+        with pytest.raises(ShapeError, match=message):
+            quantized_linear(torch.zeros(2, 384), weight)
+    good = Int4Weight(words, scales, zeros, 384)
+    with pytest.raises(ShapeError, match="weight: expected E=512, got 384"):
+        small_batch_linear(torch.zeros(2, 512), pack_linear(good))
 
 
 def test_rows_behind_are_copied_and_not_used() -> None:
@@ -697,6 +830,14 @@ FLOAT8_SHAPES = [
     (896, 1152, "rows rms"),
 ]
 """Qwen3 8B's, Llama 3.1 8B's widest, and one with a bias whose depth ends inside a tile."""
+INT4_SHAPES = [
+    (4096, 28_672, "int4-128 rms gated nobias"),
+    (14_336, 4096, "int4-128 zeros nobias residual"),
+    (4096, 6144, "int4-64 zeros rms nobias"),
+    (4096, 4096, "int4-32 nobias residual"),
+    (896, 1152, "int4-all zeros rms"),
+]
+"""Llama 3.1 8B's, in several forms, and one with a bias whose depth ends inside a chunk of words."""
 UNEVEN = [
     (896, 1152, "rms nobias"),
     (896, 9728, "rms gated nobias"),
@@ -712,13 +853,13 @@ UNEVEN = [
     [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
     + [
         (shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256))
-        for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN + FLOAT8_SHAPES
+        for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN + FLOAT8_SHAPES + INT4_SHAPES
     ],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
-    # Float8 weights become bfloat16 in a way of their own, which the other tests try with small shapes.
-    dtype = torch.bfloat16 if shape in FLOAT8_SHAPES else HALF
+    # Quantized weights become bfloat16 in a way of their own, which the other tests try with small shapes.
+    dtype = torch.bfloat16 if shape in FLOAT8_SHAPES + INT4_SHAPES else HALF
     case = make_case(256, *shape, dtype, "cuda")
     layer, norm, exact, same_dtype = case.layer, case.next_norm, case.plain(torch.float64), case.plain(dtype)
     for num_x_parts in (1, 16):
@@ -763,7 +904,7 @@ def test_every_kind_of_configuration(rows: int, tiles: dict[str, Any], shape: tu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
-@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES + FLOAT8_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES + FLOAT8_SHAPES + INT4_SHAPES, ids=str)
 def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
     case = make_case(rows, *shape, HALF, "cuda")
     case.x = case.x.contiguous()

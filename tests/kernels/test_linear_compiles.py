@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
 import torch
 
-from rose_backend.kernels import Float8Weight, NormInput
-from rose_backend.kernels.linear import float8
+from rose_backend.kernels import Float8Weight, Int4Weight, NormInput
+from rose_backend.kernels.linear import float8, int4, many_rows
 from rose_backend.kernels.linear import small_batch_linear as gpu
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.linear_cases import GATED_SHAPES, SHAPES, make_case, overlapping
@@ -49,6 +50,21 @@ COMPILED += [
     for shape in FLOAT8_SHAPES
 ]
 COMPILED += [(4, *FLOAT8_SHAPES[0], FLOAT32)]
+# Llama 3.1 8B, Qwen2 0.5B, and what other groups and zeros are added to.
+INT4_SHAPES = [
+    (4096, 28_672, "int4-128 rms gated nobias"),
+    (14_336, 4096, "int4-128 zeros nobias residual"),
+    (4096, 6144, "int4-64 zeros rms nobias"),
+    (4096, 6144, "int4-32 zeros rms nobias"),
+    (896, 1152, "int4-all zeros rms"),
+]
+COMPILED += [
+    (rows, *shape, dtype)
+    for dtype in (HALF, torch.bfloat16)
+    for rows in (1, 16, 32, 64, 128)
+    for shape in INT4_SHAPES
+]
+COMPILED += [(4, *INT4_SHAPES[0], FLOAT32)]
 
 
 @compiles("small_batch_linear_kernel")
@@ -66,7 +82,7 @@ COMPILED += [(4, *FLOAT8_SHAPES[0], FLOAT32)]
         (32, GATED_SHAPES[2]),
         (32, WIDE_SHAPES[4]),
         (64, GATED_SHAPES[1]),
-        *((rows, shape) for rows in (8, 64) for shape in FLOAT8_SHAPES),
+        *((rows, shape) for rows in (8, 64) for shape in FLOAT8_SHAPES + INT4_SHAPES),
     ],
 )
 def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
@@ -88,8 +104,20 @@ def test_writing_a_part_in_half_precision_compiles(parts: str, capability: int) 
     case = make_case(512, 4096, 6144, f"{parts} nobias", torch.bfloat16, has_values=False)
     assert isinstance(case.weight, Float8Weight)
     with record_launches(float8, "_dequantize_kernel") as launches:
-        float8.float8_linear(case.x, case.weight, None)
+        many_rows.quantized_linear(case.x, case.weight, None)
     assert compile_launch(launches[0], capability).spill_bytes == 0
+
+
+@compiles("_dequantize_int4_kernel")
+@pytest.mark.parametrize("parts", ["int4-128", "int4-32 zeros", "int4-all"])
+def test_writing_a_part_of_codes_in_half_precision_compiles(parts: str, capability: int) -> None:
+    case = make_case(512, 4096, 6144, f"{parts} nobias", torch.bfloat16, has_values=False)
+    assert isinstance(case.weight, Int4Weight)
+    with record_launches(int4, "_dequantize_int4_kernel") as launches:
+        many_rows.quantized_linear(case.x, case.weight, None)
+    resources = compile_launch(launches[0], capability)
+    # Eight numbers at once.
+    assert "st.global.v4.b32" in resources.ptx and "ld.global.v4.b32" in resources.ptx
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns", "parts", "dtype"), COMPILED)
@@ -133,7 +161,11 @@ def compile_chosen_config(
             residual=case.residual,
             out=out,
             next_norm=None if case.residual is None else case.next_norm,
-            config=gpu.choose_float8_config(rows, columns, depth, split=split)
+            config=gpu.choose_int4_config(
+                rows, columns, depth, step=case.weight.step, exact=exact, has_wgmma=capability >= 90
+            )
+            if isinstance(case.weight, Int4Weight)
+            else gpu.choose_float8_config(rows, columns, depth, split=split)
             if isinstance(case.weight, Float8Weight) and not exact
             else gpu.choose_linear_config(
                 rows,
@@ -144,17 +176,25 @@ def compile_chosen_config(
                 has_tensor_memory=capability >= 100,
             ),
         )
-    chosen, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
+    split_k, tiles, lines = (launches[0].arguments[name] for name in ("SPLIT_K", "TILES", "PREFETCH"))
+    weight = case.weight
+    num_bits = (
+        4 if isinstance(weight, Int4Weight) else 8 if isinstance(weight, Float8Weight) else 8 * out.itemsize
+    )
     ahead = gpu.lines_ahead(
-        chosen["DEPTH"] * (1 if isinstance(case.weight, Float8Weight) else out.element_size()),
-        chosen["BLOCK_N"],
-        -(-columns // chosen["BLOCK_N"]) * chosen["SPLIT_K"],
+        tiles.DEPTH * num_bits // 8,
+        tiles.BLOCK_N,
+        -(-columns // tiles.BLOCK_N) * split_k,
     )
     assert lines == (ahead if capability >= 90 and not split else 0)
     resources = compile_launch(launches[0], capability)
     assert resources.spill_bytes == 0
     assert resources.shared_bytes <= MOST_SHARED_BYTES[capability]
     assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
+    if isinstance(weight, Int4Weight) and not exact:
+        # Of 16 bytes; of tiles of 8 rows and 32 columns 8.
+        sizes = set(re.findall(r"cp\.async\.c[ag]\S* \[.*?\], \[.*?\], (0x\w+)", resources.ptx))
+        assert {"0x10"} <= sizes <= {"0x10", "0x8"}
     assert len(splits) == split
     for each in splits:
         assert compile_launch(each, capability).spill_bytes == 0

@@ -17,10 +17,10 @@ from rose_backend.errors import ModelError
 from rose_backend.kernels import Float8Experts, Float8Weight, InputQuantization
 from rose_backend.layers.linear import Linear, Mlp, SparseMlp
 from rose_backend.models.base import CausalLM, load_model
-from rose_backend.models.quantization import Quantization
-from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, quantize, quantizes_inputs, write_pair
+from rose_backend.models.quantization import Float8Quantization
 from tests.support.half_precision import judge, logprob_errors
 from tests.support.llama_checkpoints import NUM_EXPERTS, VOCAB_SIZE, change_json, write_checkpoint
+from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, quantize, quantizes_inputs, write_pair
 from tests.support.reference_generation import greedy_differences
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 160}
@@ -210,7 +210,7 @@ def test_a_model_without_memory_has_the_matrices_that_config_json_names(tmp_path
     ],
 )
 def test_modules_that_are_ignored(pattern: str, module: str, expected: bool) -> None:
-    assert Quantization("rows", "weight_scale", (pattern,)).ignores(module) is expected
+    assert Float8Quantization("rows", "weight_scale", ignored=(pattern,)).ignores(module) is expected
 
 
 COMPRESSED: dict[str, Any] = {
@@ -231,8 +231,8 @@ REFUSED: list[tuple[Any, str]] = [
         "quantization_config.quant_method=None is not supported, allowed are fp8, compressed-tensors, ",
     ),
     (
-        {"quant_method": "awq"},
-        "quant_method='awq' is not supported, allowed are fp8, compressed-tensors, modelopt",
+        {"quant_method": "bitsandbytes"},
+        "quant_method='bitsandbytes' is not supported, allowed are fp8, compressed-tensors, modelopt",
     ),
     ({"quant_method": ["fp8"]}, "quant_method=['fp8'] is not supported"),
     ("fp8", "quantization_config must be an object, got 'fp8'"),
@@ -246,8 +246,8 @@ REFUSED: list[tuple[Any, str]] = [
         "modules_to_not_convert must be a list of names, got 'lm_head'",
     ),
     (
-        {**COMPRESSED, "format": "pack-quantized"},
-        "format='pack-quantized' is not supported, allowed are float-quan",
+        {**COMPRESSED, "format": "int-quantized"},
+        "format='int-quantized' is not supported, allowed are float-quantized, pack-quantized",
     ),
     ({**COMPRESSED, "config_groups": {}}, "config_groups must have one group, got {}"),
     ({**COMPRESSED, "config_groups": {"a": 5}}, "config_groups.a.weights must be an object, got None"),

@@ -19,7 +19,7 @@ from rose_backend.kernels.decode_step.ops import (
 from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs, write_bitmask
 from tests.support.decode_steps import make_case, make_mixed_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
-from tests.support.linear_cases import random_float8
+from tests.support.linear_cases import random_float8, random_int4
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 from tests.support.quantized_activations import QUANTIZATIONS
 from tests.support.sampling_cases import (
@@ -244,12 +244,13 @@ def linear(
     *,
     norm: bool,
     gated: bool = False,
-    float8: str = "",
+    quantized: str = "",
     dtype: torch.dtype = HALF,
 ) -> Case:
     """A small-batch product with a norm and GELU, or with a residual; if gated, an RMSNorm and no bias.
 
-    With ``float8`` the weight is in 8 bits, with scales of "rows" or "blocks".
+    With ``quantized`` the weight is in 8 bits, with scales of "rows" or "blocks", or in 4, with scales and zeros of as
+    many columns.
     """
 
     def run(device: str) -> list[torch.Tensor]:
@@ -262,11 +263,21 @@ def linear(
         norm_weight, norm_bias = (random(depth), random(depth)) if norm else (None, None)
         if gated:
             bias = norm_bias = None
-        if float8:
-            quantized = random_float8(columns, depth, generator, blocks=float8 == "blocks", device=device)
-            layer = kernels.pack_linear(quantized, bias, gated=gated)
+        if quantized:
+            in_few_bits: kernels.Float8Weight | kernels.Int4Weight
+            if quantized.isdecimal():
+                in_few_bits, _ = random_int4(
+                    columns, depth, generator, int(quantized), zeros=True, device=device
+                )
+            else:
+                blocks = quantized == "blocks"
+                in_few_bits = random_float8(columns, depth, generator, blocks=blocks, device=device)
+            layer = kernels.pack_linear(in_few_bits, bias, gated=gated)
             hidden = random(num_rows, depth)
-            return [kernels.small_batch_linear(hidden, layer), kernels.float8_linear(hidden, quantized, bias)]
+            return [
+                kernels.small_batch_linear(hidden, layer),
+                kernels.quantized_linear(hidden, in_few_bits, bias),
+            ]
         folded = {} if norm_bias is None else {"norm_weight": norm_weight, "norm_bias": norm_bias}
         layer = kernels.pack_linear(weight, bias, **folded, gated=gated)
         hidden = random(num_rows, depth)
@@ -443,12 +454,14 @@ CASES: dict[str, Case] = {
     "linear, split": linear(5, 3072, 203, norm=False),
     "linear, 33 rows": linear(33, 801, 203, norm=False),
     "linear, gated": linear(5, 801, 206, norm=True, gated=True),
-    "linear, float8 rows": linear(5, 801, 206, norm=False, gated=True, float8="rows"),
-    "linear, float8 blocks": linear(17, 3072, 206, norm=False, float8="blocks"),
-    "linear, float8 blocks, gated": linear(5, 801, 256, norm=False, gated=True, float8="blocks"),
+    "linear, float8 rows": linear(5, 801, 206, norm=False, gated=True, quantized="rows"),
+    "linear, float8 blocks": linear(17, 3072, 206, norm=False, quantized="blocks"),
+    "linear, float8 blocks, gated": linear(5, 801, 256, norm=False, gated=True, quantized="blocks"),
     "linear, float8 of split activations": linear(
-        17, 3072, 206, norm=False, float8="blocks", dtype=torch.bfloat16
+        17, 3072, 206, norm=False, quantized="blocks", dtype=torch.bfloat16
     ),
+    "linear, int4": linear(5, 384, 206, norm=False, gated=True, quantized="128"),
+    "linear, int4, split": linear(17, 3072, 206, norm=False, quantized="32"),
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
     "experts, 2 tokens": experts(2),
     "experts, 70 tokens": experts(70),

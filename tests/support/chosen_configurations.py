@@ -95,6 +95,7 @@ def shapes() -> dict[str, Shape]:
             top_k=config.num_experts_per_tok if num_experts else 0,
         )
     as_dense_ones = {checkpoint.LLAMA_8B_FP8, checkpoint.QWEN3_30B_FP8}
+    as_dense_ones |= {checkpoint.LLAMA_8B_INT4, checkpoint.LLAMA_8B_AWQ}
     assert set(found) == set(checkpoint.SHAPES) - as_dense_ones
     return found
 
@@ -150,6 +151,15 @@ def _linear(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
                 tuning.choose_float8_config, num_columns=columns, depth=depth, split=split
             )
             yield f"{name} {columns} x {depth}, float8{', split' if split else ''}", by_ranges(choose)
+        choose = functools.partial(
+            tuning.choose_int4_config,
+            num_columns=columns,
+            depth=depth,
+            step=64,
+            exact=False,
+            has_wgmma=gpu.has_large_tma_tiles,
+        )
+        yield f"{name} {columns} x {depth}, int4", by_ranges(choose)
 
 
 def _experts(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:

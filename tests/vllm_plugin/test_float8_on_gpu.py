@@ -35,8 +35,8 @@ from rose_backend.kernels import (
 from rose_backend.kernels.arguments import SCALED_BLOCK
 from rose_backend.layers.linear import Linear, Mlp, ResidualStream
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder, norm_of
-from tests.support.float8_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.quantized_activations import ADVERSARIAL, QUANTIZATIONS, gated
+from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.vllm_plugin.configs import MakeConfig
 
 pytestmark = pytest.mark.gpu

@@ -33,8 +33,8 @@ from rose_backend.vllm_plugin.models.model_choice import (
     choose_model_class,
 )
 from rose_backend.vllm_plugin.options import rose_options
-from tests.support.float8_checkpoints import FORMATS, write_pair
 from tests.support.llama_checkpoints import change_json, write_checkpoint
+from tests.support.quantized_checkpoints import FORMATS, write_pair
 from tests.support.random_vision_checkpoints import qwen2_5_vl_config, qwen3_vl_config
 from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
 from tests.support.vllm_plugin.float8_on_cpu import H100, Float8OnCpu

@@ -35,8 +35,8 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     recorded_step,
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
-from tests.support.float8_checkpoints import GPU_SIZES, write_pair
 from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import GPU_SIZES, write_pair
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
@@ -179,7 +179,7 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
             "rose_backend.layers.decoder.ALWAYS_ROTATED", make_layer(decoder_config(case)).head_size
         )
         assert decode_kinds(recorded()) == {(has_norm, True), (None, False)}
-        patch.setattr("rose_backend.layers.decoder.max_packed_rows", lambda hidden_size: 100)
+        patch.setattr("rose_backend.layers.decoder.max_packed_rows", lambda *_, **__: 100)
         assert decode_kinds(recorded()) == {(has_norm, True), (has_norm, False), (None, False)}
     # A rank's products are the library's.
     ranks = {source.name for source in recorded(tensor_parallel_size=2)}

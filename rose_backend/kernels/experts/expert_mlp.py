@@ -36,7 +36,7 @@ from rose_backend.kernels.arguments import (
 from rose_backend.kernels.gpu_properties import can_use_tma, current_workspace, has_dependent_launch
 from rose_backend.kernels.linear.float8 import from_float8
 from rose_backend.kernels.linear.small_batch_linear import (
-    MAX_FLOAT8_REGISTERS,
+    MAX_REGISTERS,
     NormAfter,
     add_tile,
     block_scale,
@@ -590,6 +590,6 @@ def _product(
         PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=None if block_scales is None else MAX_FLOAT8_REGISTERS,
+        maxnreg=None if block_scales is None else MAX_REGISTERS,
         launch_pdl=use_pdl,
     )

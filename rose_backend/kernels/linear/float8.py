@@ -1,8 +1,4 @@
-"""Float8 weights on a GPU: numbers of 8 bits in registers, activations as sums of two of them, products of many rows.
-
-A product of many rows takes as long as its multiplications. Where a library has none of activations in 8 bits, it
-multiplies the matrix in the type of ``x``, which is written a part at a time that fits the L2 cache.
-"""
+"""Float8 weights on a GPU: numbers of 8 bits in registers, activations as sums of two, rows in the type of ``x``."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.arguments import SCALED_BLOCK, Float8Weight
-from rose_backend.kernels.gpu_properties import current_workspace, has_dependent_launch
-from rose_backend.kernels.tuning.measured import constants
+from rose_backend.kernels.gpu_properties import has_dependent_launch
 
 
 def _assembler(kind: str, shift: int, factor: int) -> tl.constexpr:
@@ -146,10 +141,8 @@ def split_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return parts, scales
 
 
-_PART_BYTES = constants("float8 products")["bytes"]
-"""That are written in the type of ``x`` at a time."""
 _ROWS, _COLUMNS = 8, 1024
-"""Of a program that writes a part in the type of ``x``."""
+"""Of a program that writes rows in another type."""
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
@@ -165,7 +158,7 @@ def _dequantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per tile of a part that begins with ``first_row``."""
+    """One program per tile of the rows from ``first_row`` on."""
     out_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = first_row + out_rows
@@ -182,49 +175,22 @@ def _dequantize_kernel(
     tl.store(out_ptrs, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def float8_linear(
-    x: torch.Tensor,  # [T, E]
+def dequantize_float8(
     weight: Float8Weight,  # [O, E]
-    bias: torch.Tensor | None,  # [O]
-) -> torch.Tensor:
-    """Launch kernels and products; arguments as checked by ``rose_backend.kernels.linear.ops``."""
-    num_rows, depth = weight.shape
-    out = x.new_empty((x.shape[0], num_rows))
-    scratch = _scratch(x)
-    rows_at_once = _rows_at_once(num_rows, scratch.numel() // depth)
-    for first in range(0, num_rows, rows_at_once):
-        count = min(rows_at_once, num_rows - first)
-        part = scratch[: count * depth].view(count, depth)
-        _dequantize_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(depth, _COLUMNS))](
-            weight.values.view(torch.uint8),
-            weight.scales,
-            weight.scales.stride(),
-            part,
-            first,
-            count,
-            K=depth,
-            SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-        )
-        columns = slice(first, first + count)
-        if bias is None:
-            torch.mm(x, part.t(), out=out[:, columns])
-        else:
-            torch.addmm(bias[columns], x, part.t(), out=out[:, columns])
-    return out
-
-
-def _rows_at_once(num_rows: int, most: int) -> int:
-    """Return the rows of each part but the last: parts that are about equal, as products of a few columns are slow."""
-    unit = SCALED_BLOCK if most >= SCALED_BLOCK else _ROWS
-    num_parts = triton.cdiv(num_rows, most // unit * unit)
-    return triton.cdiv(triton.cdiv(num_rows, num_parts), unit) * unit
-
-
-def _scratch(x: torch.Tensor) -> torch.Tensor:
-    def make() -> tuple[torch.Tensor, ...]:
-        return (torch.empty(_PART_BYTES // x.element_size(), dtype=x.dtype, device=x.device),)
-
-    (scratch,) = current_workspace().tensors("float8_linear", x.device, x.dtype, make)
-    return scratch
+    first: int,
+    out: torch.Tensor,  # [rows, E]  written
+) -> None:
+    """Write rows of a weight from ``first`` on, each number rounded once from float32."""
+    count, depth = out.shape
+    _dequantize_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(depth, _COLUMNS))](
+        weight.values.view(torch.uint8),
+        weight.scales,
+        weight.scales.stride(),
+        out,
+        first,
+        count,
+        K=depth,
+        SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )

@@ -18,6 +18,8 @@ from rose_backend.kernels.arguments import (
     PackedLinear,
     PackedNorm,
     QuantizedActivations,
+    QuantizedWeight,
+    Weight,
     check_norm,
     check_norm_input,
     check_same_dtype,
@@ -33,7 +35,7 @@ _FOLDED_ROWS = 1024
 
 
 def pack_linear(
-    weight: torch.Tensor | Float8Weight,  # [O, E]
+    weight: Weight,  # [O, E]
     bias: torch.Tensor | None = None,  # [O]
     *,
     norm_weight: torch.Tensor | None = None,  # [E]
@@ -45,7 +47,7 @@ def pack_linear(
     ``norm(x) * g + h`` before ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
     Args:
-        norm_weight, norm_bias: of a LayerNorm before it, which is folded in, though not into a ``Float8Weight``. An
+        norm_weight, norm_bias: of a LayerNorm before it, which is folded in, though not into a quantized weight. An
             RMSNorm is not: see ``PackedNorm``.
         gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
 
@@ -58,16 +60,21 @@ def pack_linear(
     """
     if gated and weight.shape[0] % 2:
         raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
-    if isinstance(weight, Float8Weight):
+    if not isinstance(weight, torch.Tensor):
         weight.check()
-        if gated and weight.has_blocks and weight.shape[0] // 2 % SCALED_BLOCK:
+        if (
+            gated
+            and isinstance(weight, Float8Weight)
+            and weight.has_blocks
+            and weight.shape[0] // 2 % SCALED_BLOCK
+        ):
             raise ShapeError(
                 f"weight: expected whole blocks of {SCALED_BLOCK} rows of a gate, got {weight.shape[0] // 2} rows"
             )
         if norm_weight is not None or norm_bias is not None:
-            raise ShapeError("norm_weight and norm_bias: expected neither with a float8 weight")
+            raise ShapeError("norm_weight and norm_bias: expected neither with a quantized weight")
         if bias is not None:
-            check_tensors(values=(weight.values, "O E"), bias=(bias, "O"))
+            check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
         return PackedLinear(weight, bias, None, is_gated=gated)
     check_tensors(weight=(weight, "O E"))
     if bias is not None:
@@ -159,8 +166,7 @@ def _compute(
     if out is None:
         out = empty_rows(hidden, hidden.shape[0], layer.num_outputs)
     weight = layer.weight
-    values = weight if isinstance(weight, torch.Tensor) else weight.values
-    check_tensors(x=(hidden, "T E"), weight=(values, "N E"), out=(out, "T O"))
+    check_tensors(x=(hidden, "T E"), weight=(weight, "N E"), out=(out, "T O"))
     if out.shape[1] != layer.num_outputs:
         raise ShapeError(f"out: expected O={layer.num_outputs}, got {out.shape[1]}")
     if gelu and layer.is_gated:
@@ -222,9 +228,9 @@ _MULTIPLE = 16
 """That the library's sizes in 8 bits are."""
 
 
-def float8_linear(
+def quantized_linear(
     x: torch.Tensor | QuantizedActivations,  # [T, E]
-    weight: Float8Weight,  # [O, E]
+    weight: QuantizedWeight,  # [O, E]
     bias: torch.Tensor | None = None,  # [O]
 ) -> torch.Tensor:
     """Return ``x @ W.T + b``, [T, O], of any number of rows.
@@ -237,13 +243,14 @@ def float8_linear(
     """
     weight.check()
     values = x.values if isinstance(x, QuantizedActivations) else x
-    check_tensors(x=(values, "T E"), values=(weight.values, "O E"))
+    check_tensors(x=(values, "T E"), weight=(weight, "O E"))
     if bias is not None:
-        check_tensors(values=(weight.values, "O E"), bias=(bias, "O", x.dtype))
+        check_tensors(weight=(weight, "O E"), bias=(bias, "O", x.dtype))
     if isinstance(x, QuantizedActivations):
+        assert isinstance(weight, Float8Weight), "see library_quantization"
         return _scaled_product(x, weight, bias)
     if x.is_cuda:
-        from rose_backend.kernels.linear.float8 import float8_linear as launch
+        from rose_backend.kernels.linear.many_rows import quantized_linear as launch
 
         return launch(x, weight, bias)
     return F.linear(x, weight.dequantized(x.dtype), bias)

@@ -21,6 +21,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
   products are multiplied before they are added up. Those conversions take as long as the weights to arrive. So where
   tensor cores multiply float8 numbers, weights stay as they are and ``x`` becomes a sum of two such numbers, which have
   all bits of bfloat16 (``split_rows``): twice the products, which cost nothing at few rows, and no conversion.
+- Of weights in 4 bits a tile of words becomes four tiles of numbers in the type of ``x``, which is exact
+  (``from_int4``). They are multiplied one after the other, and sums over columns that share a scale by that.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -38,7 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
     SCALED_BLOCK,
-    Float8Weight,
+    Int4Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
@@ -52,11 +54,13 @@ from rose_backend.kernels.gpu_properties import (
     has_float8_tensor_cores,
 )
 from rose_backend.kernels.linear.float8 import from_float8, split_rows
+from rose_backend.kernels.linear.int4 import from_int4, of_codes
 from rose_backend.kernels.tuning.choices import (
     LINEAR_PREFETCH,
     MAX_SPLIT_FLOATS,
     LinearConfig,
     choose_float8_config,
+    choose_int4_config,
     choose_linear_config,
 )
 
@@ -74,6 +78,30 @@ class WeightFormat(NamedTuple):
     """See ``from_float8``."""
     SPLIT: bool = False
     """``x`` is a sum of two float8 numbers (``split_rows``), and they are multiplied as they are."""
+    STEP: int = 0
+    """Columns between those of a word of an ``Int4Weight``; 0: of another weight."""
+    GROUP: int = 0
+    """Columns of such a weight that share a scale, ``STEP`` or twice as many; 0: see ``SCALE_ROWS``."""
+
+
+class Tiles(NamedTuple):
+    """The part of a product that a program computes, and how, as the kernel is compiled for it."""
+
+    K: int
+    """Columns of ``x``."""
+    WIDTH: int
+    """Of a row of the weight as it is stored."""
+    DEPTH: int
+    """Of them those that a program takes: ``K / SPLIT_K``, rounded up to ``BLOCK_K``."""
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    WARP_SPLIT: int
+    USE_DOT: bool
+    WEIGHTS_LEFT: bool
+    TMA: bool
+    EXACT: bool
+    """Inputs are float32."""
 
 
 @triton.jit
@@ -238,16 +266,26 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def _ask_ahead(weight_ptr, rows, num_rows, begin, K: tl.constexpr, PREFETCH: tl.constexpr):
+def _ask_ahead(
+    weight_ptr,
+    rows,
+    num_rows,
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
+    PREFETCH: tl.constexpr,
+):
     """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight."""
     LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
+    if FORMAT.STEP > 0:
+        begin = begin // 4
+    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, TILES.WIDTH - 1)
     known = tl.minimum(rows, num_rows - 1).to(tl.int64)
     # One request per line; the asm's result only gives the operation a value to hang on.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [weight_ptr + known[:, None] * K + lines[None, :]],
+        [weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :]],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -279,15 +317,20 @@ def block_scale(scales, row, column, K: tl.constexpr):
 
 @triton.jit
 def _tile_scales(
-    scales, tile, num_columns, column, FORMAT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr
+    scales,
+    tile,
+    num_columns,
+    column,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the two scales of a tile's weights from a column on: of the gate and its factor, else the same one."""
     if FORMAT.HALVES:
-        row = tile * (BLOCK_N // 2)
-        first = block_scale(scales, row, column, K)
-        second = block_scale(scales, num_columns // 2 + row, column, K)
+        row = tile * (TILES.BLOCK_N // 2)
+        first = block_scale(scales, row, column, TILES.K)
+        second = block_scale(scales, num_columns // 2 + row, column, TILES.K)
     else:
-        first = block_scale(scales, tile * BLOCK_N, column, K)
+        first = block_scale(scales, tile * TILES.BLOCK_N, column, TILES.K)
         second = first
     return first, second
 
@@ -302,11 +345,7 @@ def _add_stored_tile(
     in_rows,
     start,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return ``acc`` and a tile's products, of a weight as it is stored; scales of rows are left to ``_finish``.
 
@@ -314,20 +353,20 @@ def _add_stored_tile(
     """
     if FORMAT.SCALE_ROWS > 0:
         weight = from_float8(weight, x.dtype, FORMAT.BY_ASSEMBLER)
-    if FORMAT.SCALE_ROWS > 1 and USE_DOT:
+    if FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT:
         scale = scales[0]
         if FORMAT.HALVES:
             scale = tl.where(tl.arange(0, rows.shape[0]) % 2 == 0, scales[0], scales[1])
-            scale = tl.expand_dims(scale, -1 if WEIGHTS_LEFT else -2)
-        acc += scale * add_tile(x, weight, tl.zeros_like(acc), USE_DOT, WEIGHTS_LEFT, EXACT)
+            scale = tl.expand_dims(scale, -1 if TILES.WEIGHTS_LEFT else -2)
+        acc += scale * add_tile(x, weight, tl.zeros_like(acc), TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     elif FORMAT.SCALE_ROWS > 1:
-        blocks = (start + tl.arange(0, BLOCK_K)) // _SCALED_BLOCK
-        mask = in_rows[:, None] & (blocks <= (K - 1) // _SCALED_BLOCK)[None, :]
+        blocks = (start + tl.arange(0, TILES.BLOCK_K)) // _SCALED_BLOCK
+        mask = in_rows[:, None] & (blocks <= (TILES.K - 1) // _SCALED_BLOCK)[None, :]
         places = (rows // _SCALED_BLOCK * scales[1])[:, None] + (blocks * scales[2])[None, :]
         scale = tl.load(scales[0] + places, mask=mask, other=0.0)
-        acc = add_tile(x, weight.to(tl.float32) * scale, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        acc = add_tile(x, weight.to(tl.float32) * scale, acc, TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     else:
-        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+        acc = add_tile(x, weight, acc, TILES.USE_DOT, TILES.WEIGHTS_LEFT, TILES.EXACT)
     return acc
 
 
@@ -344,60 +383,52 @@ def _multiply(
     x_stride,
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
     rows, in_rows, row_tile = x_rows
     columns, in_columns, tile, num_columns = weight_rows
-    SCALARS: tl.constexpr = FORMAT.SCALE_ROWS > 1 and USE_DOT
+    SCALARS: tl.constexpr = FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT
+    ROWS: tl.constexpr = TILES.BLOCK_N if TILES.WEIGHTS_LEFT else TILES.BLOCK_M
+    COLUMNS: tl.constexpr = TILES.BLOCK_M if TILES.WEIGHTS_LEFT else TILES.BLOCK_N
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    WARP_SPLIT: tl.constexpr = TILES.WARP_SPLIT
     if WARP_SPLIT > 1:
-        acc = tl.zeros(
-            [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
-        )
-    elif USE_DOT:
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([WARP_SPLIT, ROWS, COLUMNS], tl.float32)
+    elif TILES.USE_DOT:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    if DEPTH == BLOCK_K:
+        acc = tl.zeros([ROWS, COLUMNS, BLOCK_K], tl.float32)
+    if TILES.DEPTH == BLOCK_K:
         acc = _add_stored_tile(
-            x, weight, acc, tile_scales if SCALARS else scales, columns, in_columns, begin, FORMAT,
-            K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
-        )  # fmt: skip
+            x, weight, acc, tile_scales if SCALARS else scales, columns, in_columns, begin, FORMAT, TILES
+        )
     else:
-        end = begin + DEPTH
-        if FORMAT.SCALE_ROWS > 0 and DEPTH != K:
-            end = tl.minimum(end, K)
-        COLUMNS: tl.constexpr = None if FORMAT.SCALE_ROWS > 0 and K % BLOCK_K == 0 else K
+        end = begin + TILES.DEPTH
+        if FORMAT.SCALE_ROWS > 0 and TILES.DEPTH != TILES.K:
+            end = tl.minimum(end, TILES.K)
+        KNOWN: tl.constexpr = None if FORMAT.SCALE_ROWS > 0 and TILES.K % BLOCK_K == 0 else TILES.K
         for start in range(begin, end, BLOCK_K):
-            if TMA:
-                x_part = descriptors[0].load([row_tile * BLOCK_M, start])
-                weight_part = descriptors[1].load([tile * BLOCK_N, start])
+            if TILES.TMA:
+                x_part = descriptors[0].load([row_tile * TILES.BLOCK_M, start])
+                weight_part = descriptors[1].load([tile * TILES.BLOCK_N, start])
             else:
-                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, COLUMNS, BLOCK_K, WARP_SPLIT)
+                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, KNOWN, BLOCK_K, WARP_SPLIT)
                 weight_part = load_tile(
-                    pointers[1], columns, in_columns, K, start, COLUMNS, BLOCK_K, WARP_SPLIT
+                    pointers[1], columns, in_columns, TILES.K, start, KNOWN, BLOCK_K, WARP_SPLIT
                 )
             acc = _add_stored_tile(
-                x_part, weight_part, acc, tile_scales if SCALARS else scales, columns, in_columns, start, FORMAT,
-                K, BLOCK_K, USE_DOT, WEIGHTS_LEFT, EXACT,
+                x_part, weight_part, acc, tile_scales if SCALARS else scales, columns, in_columns, start,
+                FORMAT, TILES,
             )  # fmt: skip
             if SCALARS:
                 # A turn before they are used.
-                tile_scales = _tile_scales(scales, tile, num_columns, start + BLOCK_K, FORMAT, K, BLOCK_N)
+                tile_scales = _tile_scales(scales, tile, num_columns, start + BLOCK_K, FORMAT, TILES)
     if WARP_SPLIT > 1:
         acc = sum_warps(acc)
-    elif not USE_DOT:
+    elif not TILES.USE_DOT:
         acc = tl.sum(acc, 2)
-    if WEIGHTS_LEFT:
+    if TILES.WEIGHTS_LEFT:
         acc = tl.trans(acc)
     return acc
 
@@ -409,17 +440,16 @@ def _scales_of_turn(
     across,  # tile of the result's columns, and how many columns there are
     start,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return what products of columns of ``x`` from ``start`` on are scaled by: [BLOCK_M], and see ``_tile_scales``."""
     scale_ptr, rows, in_rows, num_rows = x_scales
     # A part of the depth beyond the last column has no turns.
-    group = tl.minimum(start, K - 1) // _SCALED_BLOCK
+    group = tl.minimum(start, TILES.K - 1) // _SCALED_BLOCK
     scale = tl.load(scale_ptr + group * num_rows + rows, mask=in_rows, other=0.0)
     first, second = 1.0, 1.0
     if FORMAT.SCALE_ROWS > 1:
-        first, second = _tile_scales(scales, across[0], across[1], start, FORMAT, K, BLOCK_N)
+        first, second = _tile_scales(scales, across[0], across[1], start, FORMAT, TILES)
     return scale, first, second
 
 
@@ -432,36 +462,34 @@ def _multiply_split(
     weight_rows,  # of the result's columns, which of these there are, their tile; how many there are
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N].
 
     Tensor cores add float8 products up with fewer bits than float32 has, so those of a block's depth at most.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     row_tile, num_rows = x_rows
     columns, in_columns, tile, num_columns = weight_rows
     parts = row_tile * (2 * BLOCK_M) + tl.arange(0, 2 * BLOCK_M)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     # What is not there is not loaded, whatever comes instead: a row of the result has only its own numbers.
     in_parts, in_rows = (parts < 2 * num_rows)[:, None], rows < num_rows
-    x_offsets = parts.to(tl.int64)[:, None] * K
-    weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * K
-    ks = tl.arange(0, BLOCK_K)[None, :]
+    x_offsets = parts.to(tl.int64)[:, None] * TILES.K
+    weight_offsets = tl.minimum(columns, num_columns - 1).to(tl.int64)[:, None] * TILES.K
+    ks = tl.arange(0, TILES.BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    num_turns = tl.cdiv(tl.minimum(begin + DEPTH, K) - begin, BLOCK_K)
+    num_turns = tl.cdiv(tl.minimum(begin + TILES.DEPTH, TILES.K) - begin, TILES.BLOCK_K)
     # All programs read ``x``. Each begins elsewhere, so that they do not ask for the same lines at once.
     first_turn = tile % tl.maximum(num_turns, 1)
     x_scales = (x[1], rows, in_rows, num_rows)
     across = (tile, num_columns)
-    start = begin + first_turn * BLOCK_K
-    scale, first, second = _scales_of_turn(x_scales, scales, across, start, FORMAT, K, BLOCK_N)
+    start = begin + first_turn * TILES.BLOCK_K
+    scale, first, second = _scales_of_turn(x_scales, scales, across, start, FORMAT, TILES)
     for index in range(0, num_turns):
         turn = first_turn + index
-        start = begin + tl.where(turn < num_turns, turn, turn - num_turns) * BLOCK_K
+        start = begin + tl.where(turn < num_turns, turn, turn - num_turns) * TILES.BLOCK_K
         x_part = tl.load(x[0] + x_offsets + (start + ks), mask=in_parts)
         weight_part = tl.load(weight_ptr + weight_offsets + (start + ks))
         products = tl.dot(weight_part, tl.trans(x_part))
@@ -473,8 +501,59 @@ def _multiply_split(
             factors *= first
         acc += (high + low * 0.0625) * factors
         # A turn before they are used.
-        after = begin + tl.where(turn + 1 < num_turns, turn + 1, turn + 1 - num_turns) * BLOCK_K
-        scale, first, second = _scales_of_turn(x_scales, scales, across, after, FORMAT, K, BLOCK_N)
+        after = begin + tl.where(turn + 1 < num_turns, turn + 1, turn + 1 - num_turns) * TILES.BLOCK_K
+        scale, first, second = _scales_of_turn(x_scales, scales, across, after, FORMAT, TILES)
+    return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
+
+
+@triton.jit
+def _multiply_int4(
+    x_ptr,
+    weight_ptr,
+    scales,  # see ``small_batch_linear_kernel``
+    x_rows,  # rows, which of them there are, their stride
+    weight_rows,  # of the result's columns, which of these there are; how many there are
+    begin,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
+):
+    """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    STEP: tl.constexpr = FORMAT.STEP
+    GROUP: tl.constexpr = FORMAT.GROUP
+    PRECISION: tl.constexpr = "ieee" if TILES.EXACT else "tf32"
+    rows, in_rows, x_stride = x_rows
+    columns, in_columns, num_columns = weight_rows
+    # What is not there is not loaded, whatever comes instead: a row of the result has only its own numbers.
+    known, in_x = tl.minimum(columns, num_columns - 1), in_rows[:, None]
+    steps = tl.arange(0, STEP)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + steps
+    word_ptrs = weight_ptr + known.to(tl.int64)[:, None] * TILES.WIDTH + steps
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale = of_codes(scales[0], known, num_columns, begin, TILES.K, STEP, GROUP)
+    zeros = of_codes(scales[3], known, num_columns, begin, TILES.K, STEP, GROUP)
+    for start in range(begin, tl.minimum(begin + TILES.DEPTH, TILES.K), TILES.BLOCK_K):
+        words = tl.load(word_ptrs + start // 4)
+        numbers = from_int4(words, zeros, x_ptr.dtype.element_ty, FORMAT.BY_ASSEMBLER)
+        for code in tl.static_range(4):
+            first = start + code * STEP
+            if TILES.K % TILES.BLOCK_K == 0:
+                x = tl.load(x_ptrs + first, mask=in_x)
+            else:
+                # There are codes past the last column, too.
+                x = tl.load(x_ptrs + first, mask=in_x & (first + steps < TILES.K), other=0.0)
+            products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
+            if GROUP > 0 and (code + 1) * STEP % GROUP == 0:
+                acc += products * scale[code].to(tl.float32)
+                products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if GROUP > 0:
+            # A turn before they are used.
+            scale = of_codes(scales[0], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
+            zeros = of_codes(scales[3], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
+    if GROUP == 0:
+        acc = products
     return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
 
 
@@ -491,28 +570,22 @@ def _products(
     x_sizes,  # number of rows, and their stride
     begin,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
 ):
     """Return the products of a tile, [BLOCK_M, BLOCK_N], in the way that ``FORMAT`` asks for; see ``_multiply``."""
     if FORMAT.SPLIT:
         acc = _multiply_split(
-            pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin,
-            FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
+            pointers[0], pointers[1], scales, (x_rows[2], x_sizes[0]), weight_rows, begin, FORMAT, TILES
+        )
+    elif FORMAT.STEP > 0:
+        acc = _multiply_int4(
+            pointers[0][0], pointers[1], scales, (x_rows[0], x_rows[1], x_sizes[1]),
+            (weight_rows[0], weight_rows[1], weight_rows[3]), begin, FORMAT, TILES,
         )  # fmt: skip
     else:
         acc = _multiply(
             x, weight, descriptors, (pointers[0][0], pointers[1]), scales, tile_scales, x_rows, weight_rows,
-            x_sizes[1], begin, FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA,
-            EXACT,
+            x_sizes[1], begin, FORMAT, TILES,
         )  # fmt: skip
     return acc
 
@@ -565,8 +638,8 @@ def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
     weight_desc,
     given,  # x, [T, E], and None; with SPLIT of the format what ``split_rows`` returns
-    weight_ptr,  # [O, E], with scales of uint8, with SPLIT of float8
-    scales,  # pointer and strides of ``Float8Weight.scales``; None without
+    weight_ptr,  # [O, E], with scales of uint8, with SPLIT of float8; with STEP of the format [O, M] int16
+    scales,  # pointer and strides of rows and columns of scales, pointer to zeros of int4 or None; None without
     bias_ptr,  # [O], with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
@@ -584,16 +657,8 @@ def small_batch_linear_kernel(
     out_stride,
     eps,
     FORMAT: tl.constexpr,  # WeightFormat
-    K: tl.constexpr,  # E
-    DEPTH: tl.constexpr,  # columns of x that a program takes: K / SPLIT_K, rounded up to BLOCK_K
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,  # Tiles
     SPLIT_K: tl.constexpr,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    TMA: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,  # RMSNorm, with CENTRE LayerNorm
     CENTRE: tl.constexpr,
@@ -602,7 +667,6 @@ def small_batch_linear_kernel(
     GATED: tl.constexpr,  # silu(first) * second of each pair of columns
     RESIDUAL: tl.constexpr,
     OUT_PARTS: tl.constexpr,
-    EXACT: tl.constexpr,
     PREFETCH: tl.constexpr,  # 128-byte lines per column to ask for ahead, a power of two
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # let the next kernel start at once, else when x is asked for
@@ -612,36 +676,38 @@ def small_batch_linear_kernel(
     program = tl.program_id(0)
     tile, row_tile = program // num_row_tiles, program % num_row_tiles
     part = tl.program_id(1)
-    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = row_tile * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    columns = tile * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     in_rows = rows < num_rows
     in_columns = columns < num_columns
     weight_rows = _stored_rows(columns, num_columns, FORMAT)
     wide_rows = rows.to(tl.int64)
-    OUT_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    OUT_BLOCK: tl.constexpr = TILES.BLOCK_N // 2 if GATED else TILES.BLOCK_N
     width = num_columns // 2 if GATED else num_columns
     out_columns = tile * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     in_out = out_columns < width
     inside = in_rows[:, None] & in_out[None, :]
-    begin = part * DEPTH
+    begin = part * TILES.DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
     x_scale, next_weight, weight_scale, tile_scales = None, None, None, None
     # What is constant is loaded before the wait.
-    WHOLE: tl.constexpr = DEPTH == BLOCK_K and not FORMAT.SPLIT
-    if WHOLE and TMA:
-        weight = weight_desc.load([tile * BLOCK_N, begin])
+    WHOLE: tl.constexpr = TILES.DEPTH == TILES.BLOCK_K and not FORMAT.SPLIT and FORMAT.STEP == 0
+    if WHOLE and TILES.TMA:
+        weight = weight_desc.load([tile * TILES.BLOCK_N, begin])
     elif WHOLE:
-        weight = load_tile(weight_ptr, weight_rows, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
+        weight = load_tile(
+            weight_ptr, weight_rows, in_columns, TILES.K, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT
+        )
     elif PREFETCH > 0:
-        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, K, PREFETCH)
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, FORMAT, TILES, PREFETCH)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
         weight_scale = tl.load(scales[0] + weight_rows * scales[1], mask=in_columns, other=0.0)
-    elif FORMAT.SCALE_ROWS > 1 and USE_DOT and not FORMAT.SPLIT:
-        tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, K, BLOCK_N)
+    elif FORMAT.SCALE_ROWS > 1 and TILES.USE_DOT and not FORMAT.SPLIT:
+        tile_scales = _tile_scales(scales, tile, num_columns, begin, FORMAT, TILES)
     if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
     if x_scale_ptr is not None:
@@ -657,16 +723,15 @@ def small_batch_linear_kernel(
         )
     if NORM:
         moments = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
-    if WHOLE and TMA:
-        x = x_desc.load([row_tile * BLOCK_M, begin])
+    if WHOLE and TILES.TMA:
+        x = x_desc.load([row_tile * TILES.BLOCK_M, begin])
     elif WHOLE:
-        x = load_tile(given[0], rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
+        x = load_tile(given[0], rows, in_rows, x_stride, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     acc = _products(
         x, weight, (x_desc, weight_desc), (given, weight_ptr), scales, tile_scales, (rows, in_rows, row_tile),
-        (weight_rows, in_columns, tile, num_columns), (num_rows, x_stride), begin,
-        FORMAT, K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+        (weight_rows, in_columns, tile, num_columns), (num_rows, x_stride), begin, FORMAT, TILES,
     )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
@@ -674,7 +739,7 @@ def small_batch_linear_kernel(
     if is_last:
         result = _finish(
             acc, moments, column_sum, bias, weight_scale, x_scale, residual, eps,
-            K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
+            TILES.K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL,
         ).to(out_ptr.dtype.element_ty)  # fmt: skip
         _leave_to_norm(result, next_weight, after, rows, in_rows, out_columns, inside, tile, width, OUT_PARTS)
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
@@ -691,7 +756,7 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
-MAX_FLOAT8_REGISTERS = 255
+MAX_REGISTERS = 255
 """All that a thread can have: the assembler's own choice may be a few too few."""
 _BYTES_AHEAD = LINEAR_PREFETCH["bytes_ahead"]
 _PROGRAMS_AT_ONCE = LINEAR_PREFETCH["programs_at_once"]
@@ -739,9 +804,13 @@ class _LaunchShape(NamedTuple):
     """Of the result's moments."""
 
 
+def _column_bytes(weight: torch.Tensor, form: WeightFormat) -> float:
+    return weight.element_size() / (4 if form.STEP else 1)
+
+
 @lru_cache(maxsize=4096)
 def _launch_shape(
-    num_rows: int, num_columns: int, depth: int, element_size: int, config: LinearConfig, form: WeightFormat
+    num_rows: int, num_columns: int, depth: int, column_bytes: float, config: LinearConfig, form: WeightFormat
 ) -> _LaunchShape:
     """Divide a product among programs.
 
@@ -757,7 +826,7 @@ def _launch_shape(
         )
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
     # On an H200, to ask ahead made a layer with split activations 1 to 3 % slower from 8 rows on, 1 % faster at one.
-    lines = 0 if form.SPLIT else lines_ahead(deep * element_size, config.block_n, tiles * config.split_k)
+    lines = 0 if form.SPLIT else lines_ahead(int(deep * column_bytes), config.block_n, tiles * config.split_k)
     return _LaunchShape(tiles, row_tiles, deep, lines, triton.next_power_of_2(tiles))
 
 
@@ -785,9 +854,9 @@ def small_batch_linear(
     x, x_moments, norm = x if isinstance(x, NormInput) else (x, None, None)
     num_rows, depth = x.shape
     weight, scales, form = _stored(layer, x)
-    bias, num_columns = layer.bias, weight.shape[0]
+    bias, num_columns, width = layer.bias, *weight.shape
     config = _checked(config or _choose_config(x, weight, form), form)
-    shape = _launch_shape(num_rows, num_columns, depth, weight.element_size(), config, form)
+    shape = _launch_shape(num_rows, num_columns, depth, _column_bytes(weight, form), config, form)
     after = norm_after(next_norm, out, shape.num_parts)
     if num_rows == 0:
         return after.result(next_norm, out)
@@ -814,8 +883,6 @@ def small_batch_linear(
         out.stride(0),
         0.0 if norm is None else norm.eps,
         FORMAT=form,
-        K=depth,
-        DEPTH=shape.depth,
         BIAS=bias is not None,
         NORM=norm is not None,
         CENTRE=layer.column_sums is not None,
@@ -824,11 +891,10 @@ def small_batch_linear(
         GATED=layer.is_gated,
         RESIDUAL=residual is not None,
         OUT_PARTS=0 if next_norm is None else shape.num_parts,
-        EXACT=x.dtype == torch.float32,
         PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
         launch_pdl=use_pdl,
-        **_tiles_of(config, form),
+        **_options_of(config, form, (depth, width, shape.depth), is_exact=x.dtype == torch.float32),
     )
     return after.result(next_norm, out)
 
@@ -838,16 +904,20 @@ def _stored(
 ) -> tuple[torch.Tensor, tuple[Any, ...] | None, WeightFormat]:
     """Return a layer's weight as the kernel reads it, its scales with their strides, and how it is stored."""
     weight = layer.weight
-    if not isinstance(weight, Float8Weight):
+    if isinstance(weight, torch.Tensor):
         return weight, None, WeightFormat()
     form = WeightFormat(
-        SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1,
-        HALVES=layer.is_gated and not layer.alternates,
-        BY_ASSEMBLER=not triton.knobs.runtime.interpret,
-        SPLIT=can_split(x),
+        HALVES=layer.is_gated and not layer.alternates, BY_ASSEMBLER=not triton.knobs.runtime.interpret
     )
+    if isinstance(weight, Int4Weight):
+        is_whole = weight.scales.shape[0] == 1
+        form = form._replace(
+            SCALE_ROWS=int(is_whole), STEP=weight.step, GROUP=0 if is_whole else weight.group_size
+        )
+        return weight.words, (weight.scales, 1, weight.shape[0], weight.zeros), form
+    form = form._replace(SCALE_ROWS=SCALED_BLOCK if weight.has_blocks else 1, SPLIT=can_split(x))
     values = weight.values if form.SPLIT else weight.values.view(torch.uint8)
-    return values, (weight.scales, *weight.scales.stride()), form
+    return values, (weight.scales, *weight.scales.stride(), None), form
 
 
 def can_split(x: torch.Tensor) -> bool:
@@ -863,6 +933,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
         ShapeError: a tile's rows or its depth do not divide those of a block, or the way that float8 numbers are
             multiplied is another one.
     """
+    is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
         if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k:
@@ -870,19 +941,31 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
                 f"config: expected rows and a depth of the weight that divide {SCALED_BLOCK} with blocks, "
                 f"got {config}"
             )
-    if form.SPLIT:
-        is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
-        if not is_plain or SCALED_BLOCK % config.block_k:
-            raise ShapeError(
-                f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
-                f"{SCALED_BLOCK}, where x is split, got {config}"
-            )
+    if form.STEP and not (is_plain and config.block_k == 4 * form.STEP):
+        raise ShapeError(
+            f"config: expected weights_left without use_tma and warp_split, and a depth of {4 * form.STEP}, with an "
+            f"int4 weight, got {config}"
+        )
+    if form.SPLIT and not (is_plain and SCALED_BLOCK % config.block_k == 0):
+        raise ShapeError(
+            f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
+            f"{SCALED_BLOCK}, where x is split, got {config}"
+        )
     return config
 
 
 def _choose_config(x: torch.Tensor, weight: torch.Tensor, form: WeightFormat) -> LinearConfig:
     """Return the measured choice."""
     exact = x.dtype == torch.float32
+    if form.STEP:
+        return choose_int4_config(
+            x.shape[0],
+            weight.shape[0],
+            x.shape[1],
+            step=form.STEP,
+            exact=exact,
+            has_wgmma=has_float8_tensor_cores(x.device),
+        )
     if form.SCALE_ROWS and not exact:
         return choose_float8_config(x.shape[0], weight.shape[0], x.shape[1], split=form.SPLIT)
     return choose_linear_config(
@@ -905,20 +988,26 @@ def _describe(
     )
 
 
-@lru_cache(maxsize=1024)
-def _tiles_of(config: LinearConfig, form: WeightFormat) -> dict[str, Any]:
-    """Return the kernel's arguments that follow from these alone."""
+@lru_cache(maxsize=4096)
+def _options_of(
+    config: LinearConfig, form: WeightFormat, sizes: tuple[int, int, int], *, is_exact: bool
+) -> dict[str, Any]:
+    """Return the kernel's arguments that follow from these alone: ``sizes`` are the first ones of ``Tiles``."""
     return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "TILES": Tiles(
+            *sizes,
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.warp_split,
+            config.use_dot,
+            config.weights_left,
+            config.use_tma,
+            is_exact,
+        ),
         "SPLIT_K": config.split_k,
-        "WARP_SPLIT": config.warp_split,
-        "USE_DOT": config.use_dot,
-        "WEIGHTS_LEFT": config.weights_left,
-        "TMA": config.use_tma,
         "EARLY": config.is_early,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_FLOAT8_REGISTERS if form.SCALE_ROWS and not form.SPLIT else None,
+        "maxnreg": MAX_REGISTERS if (form.SCALE_ROWS or form.STEP) and not form.SPLIT else None,
     }

@@ -51,7 +51,7 @@ LINEAR_PREFETCH = constants("linear prefetch")
 _MIN_PROGRAMS = 96
 """That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
 132."""
-_MIN_FLOAT8_PROGRAMS = 256
+_MIN_QUANTIZED_PROGRAMS = 256
 """Likewise, where several programs fit a multiprocessor, and fewer have too few bytes under way."""
 _TENSOR_MEMORY_DEPTH = 512
 
@@ -89,6 +89,22 @@ def choose_float8_config(num_rows: int, num_columns: int, depth: int, *, split: 
         split: activations are sums of two float8 numbers.
     """
     return _FLOAT8_LINEAR.choose({"rows": num_rows, "columns": num_columns, "depth": depth, "split": split})
+
+
+@lru_cache(maxsize=4096)
+def choose_int4_config(
+    num_rows: int, num_columns: int, depth: int, *, step: int, exact: bool, has_wgmma: bool
+) -> LinearConfig:
+    """Return the configuration of a product with an int4 weight.
+
+    Args:
+        step: columns between those of a word; four times as many are multiplied at once.
+        exact: float32 inputs.
+        has_wgmma: tensor cores are asynchronous, and read a factor from shared memory.
+    """
+    facts = {"rows": num_rows, "columns": num_columns, "depth": depth, "exact": exact, "wgmma": has_wgmma}
+    config = _INT4_LINEAR.choose(facts)
+    return replace(config, block_k=4 * step)
 
 
 def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:
@@ -141,7 +157,16 @@ _FLOAT8_LINEAR = Table(
     "float8 linear",
     LinearConfig,
     ("rows", "columns", "depth", "split"),
-    rules={"fill": partial(_fill, _MIN_FLOAT8_PROGRAMS)},
+    rules={"fill": partial(_fill, _MIN_QUANTIZED_PROGRAMS)},
+    results={},
+)
+
+
+_INT4_LINEAR = Table(
+    "int4 linear",
+    LinearConfig,
+    ("rows", "columns", "depth", "exact", "wgmma"),
+    rules={"fill": partial(_fill, _MIN_QUANTIZED_PROGRAMS)},
     results={},
 )
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.platforms.interface import DeviceCapability
 
 from rose_backend.vllm_plugin.models import float8_weights
-from tests.support.float8_checkpoints import BLOCK, LARGEST
+from tests.support.quantized_checkpoints import BLOCK, LARGEST
 
 BLOCKS, ROWS = "CutlassFp8BlockScaledMMKernel", "CutlassFP8ScaledMMLinearKernel"
 H100 = (9, 0)

@@ -1,6 +1,6 @@
-"""Checkpoints whose linear layers are in 8 bits, in each format, and the dense checkpoints that are equal to them.
+"""Checkpoints whose linear layers are in 8 or 4 bits, in each format, and the dense checkpoints that are equal to them.
 
-Scales and numbers are made by formulas, not by what reads them.
+Scales, numbers and codes are made by formulas, not by what reads them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,21 @@ FORMATS = (
     "modelopt",
     "compressed-tensors tensor",
 )
+INT4_FORMATS = (
+    "pack-quantized 128",
+    "pack-quantized 64",
+    "pack-quantized 32",
+    "pack-quantized all",
+    "pack-quantized 128 zeros",
+    "pack-quantized all zeros",
+    "awq 128 zeros",
+    "awq all zeros",
+    "gptq 128",
+    "gptq 64 zeros",
+    "gptq_v2 128 zeros",
+    "gptq_v2 all",
+)
+"""And how many columns share a scale, and whether they share a zero."""
 BLOCK = 128
 LARGEST = 448.0
 """That e4m3 has."""
@@ -36,36 +51,42 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# Whole groups, and words that end past the depth of a product.
+INT4_SIZES = {**SIZES, "hidden_size": 384}
 # Whole blocks: what all of vLLM's kernels take.
 GPU_SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
 KEPT = "model.layers.1.mlp.down_proj"
 
 
 def write_pair(path: Path, family: str, form: str, **changes: Any) -> tuple[Path, Path]:
-    """Write a checkpoint in 8 bits, with one matrix that is not, and one in float32 that is equal to it."""
-    float8 = write_checkpoint(path / "float8", family, **{**SIZES, **changes})
-    dense = Path(shutil.copytree(float8, path / "dense"))
-    meant = quantize(float8, form, ignored=(KEPT,))
+    """Write a quantized checkpoint, with one matrix that is not, and one in float32 that is equal to it."""
+    sizes = INT4_SIZES if form in INT4_FORMATS else SIZES
+    quantized = write_checkpoint(path / "quantized", family, **{**sizes, **changes})
+    dense = Path(shutil.copytree(quantized, path / "dense"))
+    meant = quantize(quantized, form, ignored=(KEPT,))
     save_file(
         {name: tensor.contiguous() for name, tensor in meant.items()},
         dense / "model.safetensors",
         {"format": "pt"},
     )
-    return float8, dense
+    return quantized, dense
 
 
-def quantize(folder: Path, form: str, *, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def quantize(
+    folder: Path, form: str, *, ignored: tuple[str, ...] = (), device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Quantize the linear layers of a dense checkpoint in one file, and return its tensors as they were meant.
 
     Args:
-        form: one of ``FORMATS``.
+        form: one of ``FORMATS`` or of ``INT4_FORMATS``.
         ignored: names of modules that stay as they are, beside the head.
+        device: that computes.
 
     Returns:
         All tensors of the checkpoint by name, those that were quantized in float32: numbers times scales.
     """
     path = folder / "model.safetensors"
-    stored, meant = quantized(load_file(path), form, ignored=ignored)
+    stored, meant = quantized(load_file(path, device=device), form, ignored=ignored)
     save_file(stored, path, {"format": "pt"})
     write_description(folder, form, ["lm_head", *ignored])
     return meant
@@ -80,6 +101,10 @@ def quantized(
         module = name.removesuffix(".weight")
         if not module.endswith("_proj") or module in ignored or not name.endswith(".weight"):
             stored[name] = meant[name] = tensor
+            continue
+        if form in INT4_FORMATS:
+            parts, meant[name] = quantized_in_4_bits(tensor.float(), form)
+            stored |= {f"{module}.{part}": value for part, value in parts.items()}
             continue
         scales = scales_of(tensor.float(), form)
         spread = spread_out(scales, tensor.shape)
@@ -119,6 +144,63 @@ def quantizes_inputs(
         return model
 
     return change
+
+
+def quantized_in_4_bits(weight: torch.Tensor, form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors that are stored of a matrix, by their names below its module's, and the matrix as meant."""
+    package, group, *zeros = form.split()
+    grouped = weight.unflatten(1, (-1, weight.shape[1] if group == "all" else int(group)))
+    codes, scales, of_groups = codes_of(grouped, has_zeros=bool(zeros))
+    # A bfloat16 of this size is a float16, too.
+    meant = ((codes - of_groups[..., None]) * scales.float()[..., None]).flatten(1)
+    if package == "awq":
+        # Columns 0, 2, 4, ... of eight are in the lowest bits.
+        turns = [0, 2, 4, 6, 1, 3, 5, 7]
+        of_columns, of_zeros = (
+            packed(each.t().unflatten(1, (-1, 8))[..., turns].flatten(1))
+            for each in (codes.flatten(1), of_groups)
+        )
+        return {"qweight": of_columns, "qzeros": of_zeros, "scales": scales.half().t().contiguous()}, meant
+    if package.startswith("gptq"):
+        # What version 1 stores is one less, so that there is no 0.
+        shift = int(package == "gptq")
+        if zeros and shift:
+            codes, of_groups = codes.clamp(min=1), of_groups.clamp(min=1)
+            meant = ((codes - of_groups[..., None]) * scales.float()[..., None]).flatten(1)
+        return {
+            "qweight": packed(codes.flatten(1)).t().contiguous(),
+            "qzeros": packed(of_groups.t() - shift),
+            "scales": scales.half().t().contiguous(),
+            "g_idx": (torch.arange(weight.shape[1]) // grouped.shape[2]).int(),
+        }, meant
+    stored = {
+        "weight_packed": packed(codes.flatten(1)),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if zeros:
+        stored["weight_zero_point"] = packed(of_groups.t()).t().contiguous()
+    return stored, meant
+
+
+def codes_of(grouped: torch.Tensor, *, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, bfloat16 scales and zeros of the groups of columns of a matrix, [O, N, columns] and [O, N]."""
+    if has_zeros:
+        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scales = ((most - least) / 15).bfloat16()
+        zeros = (-least / scales.float()).round().clamp(0, 15)
+    else:
+        scales = (grouped.abs().amax(2) / 7.5).bfloat16()
+        zeros = torch.full_like(scales, 8.0, dtype=torch.float32)
+    codes = (grouped / scales.float()[..., None]).round() + zeros[..., None]
+    return codes.clamp(0, 15), scales, zeros
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return int32 numbers of eight codes of the last axis each: number ``i`` of them is in bits ``4 i .. 4 i + 3``."""
+    places = 16 ** torch.arange(8, device=codes.device)
+    sums = (codes.long().unflatten(-1, (-1, 8)) * places).sum(-1)
+    return torch.where(sums < 1 << 31, sums, sums - (1 << 32)).int()
 
 
 def write_description(folder: Path, form: str, ignored: list[str]) -> None:
@@ -171,6 +253,27 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
             "activation_scheme": "dynamic" if blocks else "static",
             "modules_to_not_convert": ignored,
             **blocks,
+        }
+    if form in INT4_FORMATS:
+        package, group, *zeros = form.split()
+        if package == "awq":
+            sizes = {"bits": 4, "group_size": -1 if group == "all" else int(group), "zero_point": bool(zeros)}
+            return {"quant_method": "awq", "version": "gemm", "modules_to_not_convert": ignored, **sizes}
+        if package.startswith("gptq"):
+            sizes = {"bits": 4, "group_size": -1 if group == "all" else int(group), "sym": not zeros}
+            return {"quant_method": "gptq", "checkpoint_format": package, "desc_act": False, **sizes}
+        weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False, "actorder": None}
+        weights |= {"strategy": "channel" if group == "all" else "group"}
+        weights |= {"group_size": None if group == "all" else int(group)}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+            },
+            "ignore": ignored,
+            "kv_cache_scheme": None,
         }
     strategy = form.split()[1]
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
