@@ -24,11 +24,11 @@ from rose_backend.cli import build_parser
 from rose_backend.config import PluginConfig
 from rose_backend.server.protocol import (
     IGNORED,
-    NOT_SUPPORTED,
     Body,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 
@@ -38,6 +38,7 @@ REQUESTS = "requests"
 ROUTES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -78,7 +79,8 @@ def request_table() -> str:
     """Return what becomes of each field of a request, those alike in one row."""
     served = dict.fromkeys(name for model in ROUTES.values() for name in model.model_fields)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in (*served, *sorted(NOT_SUPPORTED.keys() - served), *sorted(IGNORED - served.keys())):
+    refused = {name for model in ROUTES.values() for name in model.not_supported}
+    for name in (*served, *sorted(refused - served.keys()), *sorted(IGNORED - served.keys())):
         rows.setdefault(tuple(_state(name, model) for model in ROUTES.values()), []).append(f"`{name}`")
     head = ("Fields", *(f"`{route}`" for route in ROUTES))
     return table(head, ((", ".join(names), *states) for states, names in rows.items()))
@@ -87,8 +89,8 @@ def request_table() -> str:
 def _state(name: str, model: type[Body]) -> str:
     if name in model.model_fields:
         return "served"
-    if name in NOT_SUPPORTED:
-        return f"refused unless {', '.join(f'`{json.dumps(value)}`' for value in NOT_SUPPORTED[name])}"
+    if name in model.not_supported:
+        return f"refused unless {', '.join(f'`{json.dumps(value)}`' for value in model.not_supported[name])}"
     return "ignored" if name in IGNORED else "no field"
 
 

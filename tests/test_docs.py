@@ -36,6 +36,7 @@ from rose_backend.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from tests.conftest import ROOT
@@ -111,6 +112,7 @@ VLLM_FRONT_END = {
 BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -118,6 +120,7 @@ BODIES = {
 VLLM_BODIES = {
     "/v1/completions": ("openai.completion", "CompletionRequest"),
     "/v1/chat/completions": ("openai.chat_completion", "ChatCompletionRequest"),
+    "/v1/responses": ("openai.responses", "ResponsesRequest"),
     "/tokenize": ("serve.tokenize", "TokenizeCompletionRequest", "TokenizeChatRequest"),
     "/detokenize": ("serve.tokenize", "DetokenizeRequest"),
 }

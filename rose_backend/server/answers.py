@@ -30,11 +30,12 @@ from rose_backend.engine.outputs import (
     json_logprobs,
 )
 from rose_backend.server.answer_parsers import AnswerParser, Part
+from rose_backend.server.error_answers import ApiError
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
 # Made once: making an encoder takes longer than encoding a small value.
-_compact = json.JSONEncoder(separators=(",", ":")).encode
+compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 _POSITIONS_AT_ONCE = 64
 """Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
@@ -122,7 +123,7 @@ class Answer(ABC):
         # Parts of the field with each prompt's log-probabilities.
         self._prompt_fields: dict[int, list[str]] = {}
         self._started: set[int] = set()
-        head_json = _compact({"object": self.event_object_name, **self._head})
+        head_json = compact_json({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
         self._suffix = '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
@@ -150,7 +151,7 @@ class Answer(ABC):
 
         As in vLLM, tokens whose text is held back (part of a character or of a stop string) still make an event.
         """
-        return _pieces(self._event_parts(prompt_index, output))
+        return pieces(self._event_parts(prompt_index, output))
 
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         if output.prompt_logprobs is not None:
@@ -181,14 +182,18 @@ class Answer(ABC):
         """Return the last events of a complete stream."""
         if not self._include_usage:
             return DONE_EVENT
-        return f'{self._event_start},"choices":[],"usage":{_compact(usage)}}}\n\n'.encode() + DONE_EVENT
+        return f'{self._event_start},"choices":[],"usage":{compact_json(usage)}}}\n\n'.encode() + DONE_EVENT
+
+    def error_events(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that failed."""
+        return error.event() + DONE_EVENT
 
     def body(self, usage: Usage) -> Iterator[bytes]:
         """Yield the whole answer as JSON, in pieces; takes the outputs, which are freed on the way."""
-        return _pieces(self._body_parts(usage))
+        return pieces(self._body_parts(usage))
 
     def _body_parts(self, usage: Usage) -> Iterator[str]:
-        yield _compact({"object": self.object_name, **self._head})[:-1]
+        yield compact_json({"object": self.object_name, **self._head})[:-1]
         if self._returns_token_ids:
             yield from self._answer_ids()
         if not self._has_prompt_fields_in_choices:
@@ -208,11 +213,11 @@ class Answer(ABC):
                     yield from self._prompt_field(prompt_index)
                 if self._returns_token_ids:
                     yield from self._choice_ids(index, completion, True)
-                yield f',"finish_reason":{_compact(self._finish_reason(index, completion))}'
-                yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
+                yield f',"finish_reason":{compact_json(self._finish_reason(index, completion))}'
+                yield f',"stop_reason":{compact_json(completion.stop_reason)}}}'
                 separator = ","
             self._prompt_fields.pop(prompt_index, None)
-        yield f'],"usage":{_compact(usage)}}}'
+        yield f'],"usage":{compact_json(usage)}}}'
 
     def _opening(self, index: int) -> Iterator[str]:
         """Yield what comes before the first event of one completion, or is the start of it."""
@@ -255,7 +260,7 @@ class Answer(ABC):
         for first in range(0, len(logprobs), _PROMPT_POSITIONS_AT_ONCE):
             positions = logprobs[first : first + _PROMPT_POSITIONS_AT_ONCE]
             if has_field:
-                parts.append(_compact(list(map(json_logprobs, positions)))[1:-1])
+                parts.append(compact_json(list(map(json_logprobs, positions)))[1:-1])
             self._add_echo(prompt_index, positions, int(logprobs.token_ids[0]))
             yield _PAUSE
 
@@ -469,38 +474,40 @@ class ChatAnswer(Answer):
 
     def _parsed_event_text(self, index: int, completion: CompletionOutput) -> Iterator[str]:
         new = _Joined()
-        yield from self._parse(index, completion, new)
+        yield from self._parse(index, completion, new.add)
         yield f'{self._prefix}{index},"delta":'
         yield from _delta(new, self._make_call_id)
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         yield '"message":{"role":"assistant","content":'
         if self._make_parser is None:
-            yield from _quoted_text(completion.text)
+            yield from quoted_text(completion.text)
         else:
             whole = _Joined()
-            yield from self._parse(prompt_index * self._n + completion.index, completion, whole)
+            yield from self._parse(prompt_index * self._n + completion.index, completion, whole.add)
             yield from _message(whole, self._make_call_id)
         yield "}"
 
-    def _parse(self, index: int, completion: CompletionOutput, joined: _Joined) -> Iterator[str]:
-        """Add what is new in one completion to ``joined``; yields after each piece of work."""
+    def _parse(
+        self, index: int, completion: CompletionOutput, add: Callable[[Part], object]
+    ) -> Iterator[str]:
+        """Call ``add`` with what is new in one completion; yields after each piece of work."""
         assert self._make_parser is not None, "answers without a parser are not parsed"
         parser = self._parsers.setdefault(index, self._make_parser())
         for first in range(0, len(completion.text), _PARSED_AT_ONCE):
             if first:
                 yield _PAUSE
-            self._add(index, parser.feed(completion.text[first : first + _PARSED_AT_ONCE]), joined)
+            self._add(index, parser.feed(completion.text[first : first + _PARSED_AT_ONCE]), add)
         if completion.finished:
-            self._add(index, parser.end(), joined)
+            self._add(index, parser.end(), add)
 
-    def _add(self, index: int, parts: list[Part], joined: _Joined) -> None:
+    def _add(self, index: int, parts: list[Part], add: Callable[[Part], object]) -> None:
         for part in parts:
             if part.kind == "name" and self._parsers[index].ends_with_calls:
                 self._callers.add(index)
             is_late = self._max_calls is not None and part.call >= self._max_calls
             if not is_late and (self._shows_reasoning or part.kind != "reasoning"):
-                joined.add(part)
+                add(part)
 
     def _finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         # As OpenAI does: an answer that was cut off may have calls, too.
@@ -573,17 +580,17 @@ def _message(whole: _Joined, make_call_id: Callable[[], str]) -> Iterator[str]:
     """Yield the fields of a whole answer, from the value of its content on."""
     content, reasoning = whole.text("content"), whole.text("reasoning")
     if content or not (whole.calls or reasoning):
-        yield from _quoted_text(content)
+        yield from quoted_text(content)
     else:
         yield "null"
     for name in ("reasoning", "reasoning_content") if reasoning else ():
         yield f',"{name}":'
-        yield from _quoted_text(reasoning)
+        yield from quoted_text(reasoning)
     separator = ',"tool_calls":[{'
     for call in whole.calls.values():
         assert call.name is not None, "a whole answer has the names of its calls"
         yield f'{separator}{_call_start(call.name, make_call_id)}"arguments":'
-        yield from _quoted_text("".join(call.arguments))
+        yield from quoted_text("".join(call.arguments))
         yield "}}"
         separator = ",{"
     if whole.calls:
@@ -598,7 +605,7 @@ _PAUSE = ""
 """Among the parts of an answer: what was done since the last one has taken a few milliseconds."""
 
 
-def _pieces(parts: Iterable[str]) -> Iterator[bytes]:
+def pieces(parts: Iterable[str]) -> Iterator[bytes]:
     """Join short parts. A piece may be empty, where there was much to do but nothing to write."""
     joined: list[str] = []
     num_characters = 0
@@ -633,10 +640,10 @@ def _add_lists(described: Mapping[str, list[Any]], lists: JsonLists) -> None:
     for name, values in described.items():
         parts = lists.setdefault(name, [])
         if values:
-            parts.append(_compact(values)[1:-1])
+            parts.append(compact_json(values)[1:-1])
 
 
-def _quoted_text(text: str) -> Iterator[str]:
+def quoted_text(text: str) -> Iterator[str]:
     """Yield a text as a JSON string."""
     yield '"'
     yield from _quoted_parts(text)
@@ -648,7 +655,7 @@ def _id_parts(token_ids: Sequence[int] | NDArray[np.int32]) -> Iterator[str]:
     for first in range(0, len(token_ids), _IDS_AT_ONCE):
         part = token_ids[first : first + _IDS_AT_ONCE]
         separator = "," if first else ""
-        yield separator + _compact(part if isinstance(part, list) else np.asarray(part).tolist())[1:-1]
+        yield separator + compact_json(part if isinstance(part, list) else np.asarray(part).tolist())[1:-1]
 
 
 def _quoted_parts(text: str) -> Iterator[str]:

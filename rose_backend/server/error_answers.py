@@ -52,11 +52,8 @@ class ApiError(HTTPException):
         """Return the answer."""
         return Response(self._json(), self.status_code, self.headers, media_type="application/json")
 
-    def event(self) -> bytes:
-        """Return the event that ends a stream; OpenAI's clients raise when they get it."""
-        return b"data: " + self._json() + b"\n\n"
-
-    def _json(self) -> bytes:
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Return OpenAI's error object, as an answer has it."""
         status = self.status_code
         error = {
             "message": self.detail,
@@ -64,7 +61,14 @@ class ApiError(HTTPException):
             "param": self.param,
             "code": _CODE_OF_STATUS.get(status) if self.code is None else self.code,
         }
-        return json.dumps({"error": error}).encode()
+        return {"error": error}
+
+    def event(self) -> bytes:
+        """Return the event that ends a stream; OpenAI's clients raise when they get it."""
+        return b"data: " + self._json() + b"\n\n"
+
+    def _json(self) -> bytes:
+        return json.dumps(self.body()).encode()
 
 
 def as_api_error(error: Exception, what: str = "request") -> ApiError:

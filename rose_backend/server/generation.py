@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import ProcessedInput
 from rose_backend.errors import EngineDeadError, GenerationError, RequestError
-from rose_backend.server.answers import DONE_EVENT, Answer
+from rose_backend.server.answers import Answer
 from rose_backend.server.error_answers import CLIENT_LEFT, as_api_error
 from rose_backend.server.service import RequestRecord, Service
 
@@ -288,7 +288,7 @@ class EventStream(Response):
             events += answer.end_events(self._record.usage())
         except (RequestError, EngineDeadError, GenerationError) as error:
             self._record.error = str(error)
-            events = as_api_error(error).event() + DONE_EVENT
+            events = answer.error_events(as_api_error(error))
         # The last events and the end of the answer are one message, and one system call.
         await send(events_message(events, is_last=True))
 

@@ -40,7 +40,7 @@ from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_
 
 logger = logging.getLogger(__name__)
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 ROUTES = GENERATING_ROUTES | {
     "/v1/models",
     "/tokenize",

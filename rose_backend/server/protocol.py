@@ -20,7 +20,7 @@ import functools
 import logging
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -34,7 +34,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.types import FailFast
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from rose_backend.config import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -55,6 +55,7 @@ from rose_backend.server.settings import (
     MAX_JSON_DEPTH,
     MAX_JSON_VALUES,
     MAX_MESSAGES,
+    MAX_METADATA,
     MAX_NAME_LENGTH,
     MAX_PARTS,
     MAX_TOOLS,
@@ -64,6 +65,14 @@ from rose_backend.server.settings import (
 logger = logging.getLogger(__name__)
 
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+]
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
@@ -104,6 +113,8 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
 IGNORED = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        # Of tools that the server itself would call.
+        "max_tool_calls",
         *("parallel_tool_calls", "include_reasoning", "priority", "request_id", "session_id"),
         # vLLM ignores these on routes that generate, or in models without experts or images.
         *("return_token_offsets", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
@@ -137,16 +148,16 @@ def _refuse_text(value: Any) -> Any:
     return value
 
 
-def _check_bias_count(value: Any) -> Any:
-    """Refuse too many before any is looked at."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS_TOKENS:
-        details = {
-            "field_type": "Dictionary",
-            "max_length": MAX_LOGIT_BIAS_TOKENS,
-            "actual_length": len(value),
-        }
-        raise PydanticKnownError("too_long", details)
-    return value
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuse dictionaries of more items before any is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            details = {"field_type": "Dictionary", "max_length": limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", details)
+        return value
+
+    return BeforeValidator(check)
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
@@ -206,6 +217,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    not_supported: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_SUPPORTED
+    """Fields that are refused, and their neutral values; those that a model has are served."""
+
     model: str | None = None
 
 
@@ -262,55 +276,33 @@ class StructuredOutputs(BaseModel):
         return {name: value for name, value in named if value is not None}
 
 
-class GenerationRequest(Body):
-    """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
+class SamplingRequest(Body):
+    """Fields that all routes share which generate. The second half are vLLM's additions to OpenAI's."""
 
-    n: Int | None = in_range("n")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Float | None = in_range("temperature")
     top_p: Float | None = in_range("top_p")
     seed: Int | None = in_range("seed")
     presence_penalty: Float | None = in_range("presence_penalty")
     frequency_penalty: Float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    max_tokens: Int | None = in_range("max_tokens")
-    response_format: ResponseFormat | None = None
+    logit_bias: Annotated[dict[str, Bias], _at_most(MAX_LOGIT_BIAS_TOKENS)] | None = None
+    """By token id; as in vLLM, less than -100 counts as that, and more than 100 as 100."""
 
-    min_tokens: Int | None = in_range("min_tokens")
     top_k: Int | None = in_range("top_k")
     min_p: Float | None = in_range("min_p")
     repetition_penalty: Float | None = in_range("repetition_penalty")
-    prompt_logprobs: Int | None = in_range("prompt_logprobs")
-    """Report log-probabilities of the prompt's tokens, and this many of the most likely ones; not in streams."""
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_bias_count)] | None = None
-    """By token id; as in vLLM, less than -100 counts as that, and more than 100 as 100."""
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
-    ) = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
-    conversations, in which the chat template writes them."""
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
-    """Cut longer prompts to this many tokens; -1: to the window less one token."""
-    truncation_side: Literal["left", "right"] | None = None
-    """Where they are cut. If not given, on the left, except for special tokens that were added there."""
-    return_token_ids: bool | None = None
-    """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
-    return_tokens_as_token_ids: bool | None = None
-    """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
     @field_validator(
         *(RANGES.keys() - {"logprobs", "prompt_logprobs"}),
-        *("max_completion_tokens", "truncate_prompt_tokens"),
+        *("max_completion_tokens", "max_output_tokens", "truncate_prompt_tokens"),
         mode="before",
         check_fields=False,
     )
@@ -325,6 +317,34 @@ class GenerationRequest(Body):
     _refuse_text = field_validator("prompt_logprobs", "top_logprobs", mode="before", check_fields=False)(
         _refuse_text
     )
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields that completions and chat completions share besides. The second half are vLLM's additions."""
+
+    n: Int | None = in_range("n")
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = in_range("max_tokens")
+    response_format: ResponseFormat | None = None
+
+    min_tokens: Int | None = in_range("min_tokens")
+    prompt_logprobs: Int | None = in_range("prompt_logprobs")
+    """Report log-probabilities of the prompt's tokens, and this many of the most likely ones; not in streams."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens are added to a text. Unless given they are to prompts, and not to
+    conversations, in which the chat template writes them."""
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    """Cut longer prompts to this many tokens; -1: to the window less one token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where they are cut. If not given, on the left, except for special tokens that were added there."""
+    return_token_ids: bool | None = None
+    """Add the token ids of the prompt and of each completion; completions then do not ``echo`` its text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Call tokens ``token_id:5`` in log-probabilities, instead of by their text."""
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of the request; a field that is missing or null takes its default.
@@ -471,7 +491,16 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-class ChatMessage(BaseModel):
+class SharesTheLock(BaseModel):
+    """Base of what a body may have many of."""
+
+    @model_validator(mode="after")
+    def _let_others_run(self) -> Self:
+        """Do nothing: where Python is called, another thread may take the interpreter lock between two of them."""
+        return self
+
+
+class ChatMessage(SharesTheLock):
     """One message of a conversation. Fields that one role has are refused with another."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -485,11 +514,6 @@ class ChatMessage(BaseModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """Earlier name of ``reasoning``, which wins."""
-
-    @model_validator(mode="after")
-    def _let_others_run(self) -> ChatMessage:
-        """Do nothing: where Python is called, another thread may take the interpreter lock between two messages."""
-        return self
 
 
 class FunctionDefinition(BaseModel):
@@ -555,7 +579,7 @@ class ConversationRequest(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as enable_thinking."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     """A variable of the chat template; also sets enable_thinking, unless chat_template_kwargs has it."""
     continue_final_message: bool | None = None
     """Let the answer go on with the last message, which the prompt then ends with."""
@@ -670,6 +694,278 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
         }
 
 
+class InputPart(BaseModel):
+    """One part of an item's text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+InputText = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+
+
+def _joined(text: InputText) -> str:
+    return text if isinstance(text, str) else "\n".join(part.text for part in text)
+
+
+class InputItem(SharesTheLock):
+    """One item of a conversation: a message, or what an earlier answer has besides. Fields that one type has are
+    refused with another."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: InputText | None = None
+    call_id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    name: Name | None = None
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_LENGTH)] | None = None
+    output: InputText | None = None
+    summary: InputText | None = None
+    """Counts as the reasoning if there is no ``content``."""
+
+    def check(self, path: str) -> None:
+        """Raise RequestError if a field is missing, or has no meaning in an item of this type."""
+        needed = _FIELDS_OF_ITEM[self.type]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise refused(f"{path}.{name}", "missing, but required")
+        allowed = {"type", "id", "status", *(needed or ("content", "summary"))}
+        for name, value in self:
+            # Clients send an answer of an earlier turn back with all its empty fields.
+            if name not in allowed and value not in (None, [], {}, ""):
+                raise refused(
+                    f"{path}.{name[:MAX_NAME_LENGTH]}",
+                    f"not supported in a {self.type}; allowed are {', '.join(sorted(allowed))}",
+                )
+
+    def message(self) -> ChatMessage:
+        """Return the item as a message, or as a part of one."""
+        fields: dict[str, Any]
+        if self.type == "function_call_output":
+            fields = {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output or "")}
+        elif self.type == "function_call":
+            function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+            call = ToolCall.model_construct(id=self.call_id, function=function)
+            fields = {"role": "assistant", "tool_calls": [call]}
+        elif self.type == "reasoning":
+            fields = {"role": "assistant", "reasoning": _joined(self.content or self.summary or "")}
+        else:
+            fields = {"role": self.role, "content": _joined(self.content or "")}
+        return ChatMessage.model_construct(**fields)
+
+
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input_type", "a text or a list of items")
+    return value
+
+
+InputItems = Annotated[
+    list[InputItem],
+    FailFast(),
+    Field(min_length=1, max_length=MAX_MESSAGES),
+    BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+]
+_FIELDS_OF_ITEM: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""Each is required."""
+
+
+def _add_message(messages: list[ChatMessage], new: ChatMessage) -> None:
+    """Add what an item says. As in vLLM, what an earlier answer consists of becomes one message."""
+    last = messages[-1] if messages else None
+    if last is not None and last.role == new.role == "assistant":
+        if new.tool_calls:
+            last.tool_calls = [*(last.tool_calls or ()), *new.tool_calls]
+            return
+        for name in ("content", "reasoning"):
+            if getattr(new, name) is not None and getattr(last, name) is None:
+                setattr(last, name, getattr(new, name))
+                return
+    messages.append(new)
+
+
+class OfFunctions(BaseModel):
+    """The first field of both that follow."""
+
+    type: Literal["function"]
+
+
+class FlatTool(FunctionDefinition, OfFunctions):
+    """A function that the model may call, without the level that chats have."""
+
+    def nested(self) -> Tool:
+        """Return it as chats have it."""
+        return Tool.model_construct(function=self)
+
+
+class FlatToolChoice(NamedFunction, OfFunctions):
+    """A tool that the answer has to call, likewise."""
+
+    def nested(self) -> NamedToolChoice:
+        """Return it as chats have it."""
+        return NamedToolChoice.model_construct(function=self)
+
+
+class TextFormat(BaseModel):
+    """What an answer is to be: any text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Without effect: answers are always held to the schema."""
+
+    def nested(self) -> ResponseFormat:
+        """Return it as chats have it."""
+        schema = None
+        if self.json_schema is not None:
+            schema = JsonSchemaFormat.model_construct(name=self.name or "", json_schema=self.json_schema)
+        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+
+
+class TextOptions(BaseModel):
+    """What an answer's text is to be."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """How much the model is to reason."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Effort | None = None
+
+
+class ResponsesRequest(SamplingRequest):
+    """Body of ``POST /v1/responses``, which is answered as the chat that ``chat_request`` returns."""
+
+    input: InputItems
+    """A text is a message of the user's."""
+    instructions: str | None = None
+    """A system message in front of the input."""
+    max_output_tokens: Int | None = in_range("max_tokens")
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[Included], Field(max_length=MAX_METADATA)] | None = None
+    """What answers may have besides; none of it is ever there, as in vLLM."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto cuts an input that is longer than the window on the left."""
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            _at_most(MAX_METADATA),
+        ]
+        | None
+    ) = None
+    """Comes back with the answer."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+
+    not_supported = {
+        **NOT_SUPPORTED,
+        "background": (None, False),
+        "enable_response_messages": (None, False),
+        "top_logprobs": (None, 0),
+        **dict.fromkeys(
+            (
+                *("previous_response_id", "conversation", "prompt", "context_management"),
+                "previous_input_messages",
+            ),
+            (None,),
+        ),
+    }
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+        "truncate_prompt_tokens": "truncation",
+    }
+    """Field of chats -> the one here that it is made of."""
+
+    def chat_request(self) -> ChatCompletionRequest:
+        """Return the chat that asks for the same.
+
+        Raises:
+            RequestError: an item lacks a field, or has one of another type, or a schema has too many values or levels.
+        """
+        messages: list[ChatMessage] = []
+        if self.instructions:
+            messages.append(ChatMessage.model_construct(role="system", content=self.instructions))
+        for index, item in enumerate(self.input):
+            item.check(f"input.{index}")
+            _add_message(messages, item.message())
+        shared = SamplingRequest.model_fields.keys() | {"chat_template_kwargs", "include_reasoning"}
+        fields = {name: getattr(self, name) for name in self.model_fields_set & shared}
+        if self.tools:
+            fields |= {"tools": [tool.nested() for tool in self.tools], "tool_choice": self.tool_choice}
+            if isinstance(self.tool_choice, FlatToolChoice):
+                fields["tool_choice"] = self.tool_choice.nested()
+        elif self.tool_choice not in ("none", "auto"):
+            fields["tool_choice"] = self.tool_choice
+        wanted = self.text and self.text.format
+        # It comes back with the answer.
+        measure_json("text", wanted and wanted.json_schema)
+        # As in vLLM, an answer that was cut off and comes last is continued.
+        last = self.input[-1]
+        continues = last.type in ("message", "reasoning") and last.status in ("in_progress", "incomplete")
+        return ChatCompletionRequest.model_construct(
+            **fields,
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=wanted and wanted.nested(),
+            reasoning_effort=self.reasoning and self.reasoning.effort,
+            truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
+            continue_final_message=continues,
+        )
+
+    def echoed(self, defaults: SamplingParams) -> dict[str, Any]:
+        """Return the fields of the request that its answer repeats.
+
+        Args:
+            defaults: parameters of a request that says nothing.
+        """
+        choice = self.tool_choice or "auto"
+        numbers = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in numbers}
+        return {
+            **{name: getattr(defaults, name) if value is None else value for name, value in given.items()},
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": self.reasoning and self.reasoning.model_dump(),
+            "text": self.text and self.text.model_dump(by_alias=True, exclude_unset=True),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "truncation": self.truncation or "disabled",
+        }
+
+
 class TokenizeRequest(ConversationRequest):
     """Body of ``POST /tokenize``: a prompt or a conversation."""
 
@@ -698,14 +994,17 @@ class DetokenizeRequest(Body):
 
 @functools.cache
 def _known_fields(model: type[Body]) -> frozenset[str]:
-    return IGNORED.union(model.model_fields, NOT_SUPPORTED)
+    return IGNORED.union(model.model_fields, model.not_supported)
 
 
 @functools.cache
 def _fields_elsewhere() -> frozenset[str]:
     """Return the fields of all routes: on another one they are not misspelt, and ignored as in vLLM."""
-    models = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-    return frozenset[str]().union(*(model.model_fields for model in models))
+    models: tuple[type[Body], ...] = (
+        *(CompletionRequest, ChatCompletionRequest, ResponsesRequest),
+        *(TokenizeRequest, DetokenizeRequest),
+    )
+    return frozenset[str]().union(*(model.model_fields.keys() | model.not_supported for model in models))
 
 
 def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
@@ -754,8 +1053,8 @@ def check_other_fields(body: Body) -> None:
     known = _known_fields(type(body))
     unknown = []
     for name, value in (body.model_extra or {}).items():
-        if name in NOT_SUPPORTED:
-            _check_neutral(name, value)
+        if name in body.not_supported:
+            _check_neutral(name, value, body.not_supported[name])
         elif name not in IGNORED and name not in _fields_elsewhere():
             unknown.append(name)
     for name in unknown:
@@ -768,10 +1067,10 @@ def check_other_fields(body: Body) -> None:
         logger.debug("ignored unknown fields %s", reprlib.repr(unknown))
 
 
-def _check_neutral(name: str, value: Any) -> None:
-    if value in NOT_SUPPORTED[name]:
+def _check_neutral(name: str, value: Any, allowed: tuple[object, ...]) -> None:
+    if value in allowed:
         return
-    neutral = " or ".join("null" if item is None else repr(item) for item in NOT_SUPPORTED[name])
+    neutral = " or ".join("null" if item is None else repr(item) for item in allowed)
     raise refused(name, f"got {reprlib.repr(value)}, which is not supported; allowed is {neutral}")
 
 
@@ -939,6 +1238,116 @@ class ChatAnswerModel(Answer):
     """If asked for."""
     prompt_token_ids: list[int] | None = None
     """With ``return_token_ids``."""
+
+
+class OutputTextPart(Exact):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+    """Both are always empty."""
+
+
+class OutputMessage(Exact):
+    """The text of an answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputTextPart]
+    status: Literal["completed", "incomplete"]
+
+
+class OutputReasoningPart(Exact):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Exact):
+    """What comes before an answer."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[None]
+    """Always empty."""
+    content: list[OutputReasoningPart]
+    status: Literal["completed", "incomplete"]
+
+
+class OutputCall(Exact):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """JSON as the model wrote it, which may not be valid, nor fit the tool's schema."""
+    status: Literal["completed", "incomplete"]
+
+
+class InputTokensDetails(PromptTokensDetails):
+    """How many tokens of an input were cached before."""
+
+    cache_write_tokens: int
+    """Always 0: writing them costs nothing."""
+
+
+class OutputTokensDetails(Exact):
+    """What an answer's tokens are."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Exact):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Exact):
+    """Why an answer was cut off."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseModel(Exact):
+    """Answer of ``POST /v1/responses``."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    """None also where the server shut down before the end."""
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    usage: ResponseUsage
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str] | None
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any] | None
+    text: dict[str, Any] | None
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    truncation: Literal["auto", "disabled"]
+    background: Literal[False]
+    error: None
+    previous_response_id: None
+    store: Literal[False]
 
 
 class ModelCard(Exact):

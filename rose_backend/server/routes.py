@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import reprlib
 import time
@@ -30,6 +31,7 @@ from rose_backend.server.answer_parsers import (
 )
 from rose_backend.server.answers import (
     MAKE_CALL_ID,
+    Answer,
     AnswerOptions,
     ChatAnswer,
     CompletionAnswer,
@@ -53,6 +55,8 @@ from rose_backend.server.protocol import (
     HealthAnswer,
     ModelList,
     NamedToolChoice,
+    ResponseModel,
+    ResponsesRequest,
     StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
@@ -62,6 +66,7 @@ from rose_backend.server.protocol import (
     naming,
     refused,
 )
+from rose_backend.server.response_answers import ResponseAnswer
 from rose_backend.server.service import Service
 
 router = APIRouter()
@@ -115,7 +120,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
     check_answer_tokens(inputs, echo, service, bool(body.return_token_ids))
     answer = CompletionAnswer(
-        answer_options(request, body, inputs, "cmpl"),
+        answer_options(request, body, inputs, "cmpl-"),
         echo=echo,
         echoed_logprobs=body.logprobs if body.echo else None,
         shows_prompt_only=body.shows_prompt_only,
@@ -130,6 +135,21 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 )
 async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
+    return await answer_chat(request, body, ChatAnswer)
+
+
+async def answer_chat(
+    request: Request,
+    body: ChatCompletionRequest,
+    make_answer: Callable[..., Answer],
+    prefix: str = "chatcmpl-",
+) -> Response:
+    """Answer a conversation.
+
+    Args:
+        make_answer: takes what ``ChatAnswer`` does.
+        prefix: of the answer's id.
+    """
     service = check_body(request, body)
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
@@ -154,11 +174,9 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
 
     inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
-    answer_from = answer_options(request, body, inputs, "chatcmpl")
-    token_bytes = processor.tokenizer.token_texts.bytes_of
-    answer = ChatAnswer(
-        answer_from,
-        token_bytes=token_bytes,
+    answer = make_answer(
+        answer_options(request, body, inputs, prefix),
+        token_bytes=processor.tokenizer.token_texts.bytes_of,
         num_top_logprobs=body.top_logprobs or 0,
         parser=parser,
         max_calls=1 if body.parallel_tool_calls is False else None,
@@ -167,6 +185,42 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     )
     with naming(body.grammar_field, "structured_outputs"):
         return await generate(request, inputs, answer, is_streaming=bool(body.stream))
+
+
+@router.post(
+    "/v1/responses", responses={200: {"model": ResponseModel, "content": _EVENTS}}, tags=["generate"]
+)
+async def respond(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation, in OpenAI's newer format. Nothing is stored."""
+    service = check_body(request, body)
+    tokenizer = service.engine.input_processor.tokenizer
+    mark = tokenizer.encode(END_OF_REASONING, add_special_tokens=False)
+
+    def make_answer(options: AnswerOptions, **how: Any) -> ResponseAnswer:
+        return ResponseAnswer(
+            options,
+            echoed=body.echoed(service.sampling_defaults.sampling_params()),
+            usage=request.state.record.usage,
+            end_of_reasoning=mark[0] if len(mark) == 1 else None,
+            **how,
+        )
+
+    with contextlib.ExitStack() as stack:
+        for field, own in body.renamed.items():
+            stack.enter_context(naming(own, field))
+        return await answer_chat(request, body.chat_request(), make_answer, "resp_")
+
+
+@router.api_route(
+    "/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False
+)
+async def find_response(response_id: str) -> Response:
+    """Refuse: answers are not stored."""
+    raise ApiError(
+        404,
+        f"response_id: got {response_id[:200]!r}, but answers are not stored; send the conversation as input",
+        param="response_id",
+    )
 
 
 @router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
@@ -274,6 +328,7 @@ async def metrics(request: Request) -> Response:
 DIRECT_ROUTES: dict[str, DirectRoute] = {
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatCompletionRequest, chat),
+    "/v1/responses": (ResponsesRequest, respond),
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
 }
@@ -419,7 +474,7 @@ def answer_options(
     service: Service = request.app.state.service
     streaming = body.stream_options or StreamOptions()
     return AnswerOptions(
-        id=f"{prefix}-{request.state.record.request_id}",
+        id=f"{prefix}{request.state.record.request_id}",
         created=int(time.time()),
         model=service.model_name,
         n=inputs[0].params.n,

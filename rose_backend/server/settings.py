@@ -17,6 +17,8 @@ RETRY_AFTER_S = 1
 """Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024
 """Messages of one chat request."""
+MAX_METADATA = 16
+"""Fields of a request's ``metadata``, as OpenAI has it."""
 MAX_PARTS = 256
 """Parts of one message."""
 MAX_NAME_LENGTH = 256

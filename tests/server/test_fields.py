@@ -14,6 +14,7 @@ from tests.server.test_chat import MESSAGES
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "The rose", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0},
+    "/v1/responses": {"input": "The rose", "max_output_tokens": 2, "temperature": 0},
     "/tokenize": {"prompt": "The rose"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -33,7 +34,10 @@ def answered(server: LiveServer, route: str, fields: dict[str, Any]) -> Any:
     answer = server.post(route, BODIES[route] | fields)
     assert answer.status_code == 200, (fields, answer.text)
     # Of generated text only what was generated: the rest depends on when, and on what came before.
-    return answer.json().get("choices", answer.json())
+    body = answer.json()
+    if "output" in body:
+        return body["output"][0]["content"], body["status"], body["max_output_tokens"]
+    return body.get("choices", body)
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -53,7 +57,7 @@ def test_fields_are_served_refused_and_ignored_as_documented(server: LiveServer,
         assert ("which is not supported" in error["message"]) == (state != "served"), error
     elsewhere = [name for name, state in by_field.items() if state == "no field"]
     assert answered(server, route, dict.fromkeys(elsewhere, 5)) == plain
-    for name, neutral in document_options.NOT_SUPPORTED.items():
+    for name, neutral in document_options.ROUTES[route].not_supported.items():
         if by_field[name] != "served":
             for value in neutral:
                 assert answered(server, route, {name: value}) == plain, (name, value)

@@ -71,6 +71,6 @@ def test_made_up_requests(tiny_model_path: Path, chat_template: Path) -> None:
         assert server.metric("kv_cache_usage_perc") == 0
         after = server.complete(**body).json()["choices"]
         assert [shown(choice) for choice in after] == [shown(choice) for choice in before]
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for path in (*GENERATING_ROUTES, "/tokenize", "/detokenize"):
             assert {(path, 200), (path, 400)} <= statuses, f"one-sided requests to {path}: {statuses}"
         assert kinds == {"text/event-stream; charset=utf-8"}
