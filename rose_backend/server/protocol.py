@@ -910,7 +910,7 @@ class ResponsesRequest(SamplingRequest):
         """Return the chat that asks for the same.
 
         Raises:
-            RequestError: an item lacks a field, or has one of another type, or a schema has too many values or levels.
+            RequestError: an item lacks a field, or has one of another type, or a schema is too large.
         """
         messages: list[ChatMessage] = []
         if self.instructions:
@@ -927,8 +927,10 @@ class ResponsesRequest(SamplingRequest):
         elif self.tool_choice not in ("none", "auto"):
             fields["tool_choice"] = self.tool_choice
         wanted = self.text and self.text.format
-        # It comes back with the answer.
-        measure_json("text", wanted and wanted.json_schema)
+        if wanted and wanted.json_schema is not None:
+            # It comes back with the answer, also where a call counts instead.
+            with naming("text", "structured_outputs"):
+                StructuredOutputsParams(json=wanted.json_schema)
         # As in vLLM, an answer that was cut off and comes last is continued.
         last = self.input[-1]
         continues = last.type in ("message", "reasoning") and last.status in ("in_progress", "incomplete")
