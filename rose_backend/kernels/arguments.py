@@ -36,7 +36,7 @@ LEAST_ROW_SCALE, LEAST_OF_GROUP = 1 / (LARGEST_FLOAT8 * 512), 1e-10
 INT4_GROUPS = (32, 64, 128)
 """Columns of an int4 weight that may share a scale; all of a row's may, too."""
 INT4_ZERO = 8
-"""The code that stands for 0 in a symmetric int4 weight."""
+"""The code of 0 in a symmetric int4 weight."""
 INT4_SCALE_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 _FLOAT8_VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

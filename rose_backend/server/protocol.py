@@ -860,7 +860,7 @@ class ResponsesRequest(SamplingRequest):
     input: InputItems
     """A text is a message of the user's."""
     instructions: str | None = None
-    """A system message in front of the input."""
+    """A system message before the input."""
     max_output_tokens: Int | None = in_range("max_tokens")
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
@@ -928,7 +928,7 @@ class ResponsesRequest(SamplingRequest):
             fields["tool_choice"] = self.tool_choice
         wanted = self.text and self.text.format
         if wanted and wanted.json_schema is not None:
-            # It comes back with the answer, also where a call counts instead.
+            # The answer repeats it, also where a call counts instead.
             with naming("text", "structured_outputs"):
                 StructuredOutputsParams(json=wanted.json_schema)
         # As in vLLM, an answer that was cut off and comes last is continued.

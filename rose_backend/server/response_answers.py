@@ -25,9 +25,9 @@ class _Kind(NamedTuple):
     event: str
     """Name of the events with their text, and type of the part that holds it."""
     part_end: str = ""
-    """Fields of this part behind the text."""
+    """Fields of this part after the text."""
     event_end: str = ""
-    """Fields of these events behind the text."""
+    """Fields of these events after the text."""
 
 
 _NO_LOGPROBS = ',"logprobs":[]'

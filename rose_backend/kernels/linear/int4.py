@@ -15,7 +15,7 @@ def _assembler(kind: str, base: int, one: int) -> tl.constexpr:
     """Return what makes eight numbers, in four registers, of two words in one.
 
     A code becomes the last bits of a mantissa that counts ones: that is ``base`` and the code. To each of a word's four
-    codes an operand of its own is added.
+    codes a separate operand is added.
 
     Args:
         kind: of the numbers that come out, ``bf16x2`` or ``f16x2``.
