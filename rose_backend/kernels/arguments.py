@@ -478,8 +478,6 @@ class InputQuantization:
     """Scales of groups are rounded up to powers of two (UE8M0)."""
     aligned_scales: bool = False
     """A group's scales begin at a multiple of 4 rows, as TMA reads them; memory is allocated up to that multiple."""
-    min_rows: int = 1
-    """Fewer rows are not taken so."""
 
     def empty(self, num_rows: int, width: int, like: torch.Tensor) -> QuantizedActivations:
         """Return memory for activations that would have the device and the type of ``like``."""

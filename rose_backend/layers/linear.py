@@ -238,9 +238,7 @@ class ResidualStream:
         found, fuses = linear.quantization, self.switches.fused_add_layernorm and self.switches.fused_mlp
         # Adapters read what is not quantized.
         has_adapters = self._adapter_rows is not None and linear.adapters is not None
-        if found is None or has_adapters or not fuses or self.hidden.shape[0] < found.min_rows:
-            return None
-        return found
+        return None if has_adapters or not fuses else found
 
     def project(self, norm: Norm, linear: Linear, *, gelu: bool = False) -> torch.Tensor:
         """Return ``linear(norm(hidden states))``, [T, O], followed by GELU in its tanh form if asked.

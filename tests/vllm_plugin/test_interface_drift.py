@@ -817,7 +817,6 @@ def test_float8_weights_are_kept_by_the_kernels_and_methods_that_are_known() -> 
 
 def test_vllms_kernels_multiply_what_they_have_quantized(make_config: MakeConfig) -> None:
     from vllm.model_executor.kernels import linear as kernels
-    from vllm.model_executor.kernels.linear.scaled_mm import flashinfer
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils import fp8_utils
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -832,22 +831,14 @@ def test_vllms_kernels_multiply_what_they_have_quantized(make_config: MakeConfig
         multiply = kind.apply_block_scaled_mm if base is blocks else kind.apply_scaled_mm
         of_rows = set() if base is blocks else {"out_dtype", "bias", "output_shape"}
         assert set(inspect.signature(multiply).parameters) == {"self", "A", "B", "As", "Bs"} | of_rows
-        # Their scales are laid out so; FlashInfer's way is below.
-        source = inspect.getsource(kind.__init__)
-        has_own = name == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
-        assert base is rows or has_own or "column_major_scales=True" in source
-        assert base is rows or kind.apply_input_quant is not has_own
+        # Their scales are laid out so.
+        assert base is rows or "column_major_scales=True" in inspect.getsource(kind.__init__)
+        assert base is rows or kind.apply_input_quant
     for base in bases:
         source = inspect.getsource(base.apply_weights)
         assert "self.quant_fp8(" in source and "self.config.out_dtype" in source
-    source = inspect.getsource(flashinfer._dynamic_flashinfer_deepgemm_blockscale_gemm_impl)
-    assert f"condition = input.shape[0] < {float8_weights.DEEP_GEMM_ROWS}" in source
-    assert "column_major_scales=True" in source and "tma_aligned_scales" not in source
     parameters = inspect.signature(fp8_utils.per_token_group_quant_fp8).parameters
     assert parameters["eps"].default == LEAST_OF_GROUP and not parameters["tma_aligned_scales"].default
-    kind = flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel
-    assert kind.fallback_type is classes["DeepGemmFp8BlockScaledMMKernel"]
-    assert "self.use_deep_gemm_e8m0 = " in inspect.getsource(kind.fallback_type.__init__)
     source = inspect.getsource(QuantFP8.forward_cuda)
     assert "fp8_utils.per_token_group_quant_fp8(" in source and "ops.scaled_fp8_quant(" in source
     with set_current_vllm_config(make_config()):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+from vllm.utils.deep_gemm import is_deep_gemm_supported
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ShapeError
@@ -43,18 +43,14 @@ ROW_KERNELS = (
     *("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
 )
 """Those for scales of rows or of the matrix that take a view [E, O] of a weight. Others, as Marlin's, rearrange it."""
-QUANTIZED_KERNELS = (
-    *("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"),
-    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-)
-"""Those that multiply what vLLM's CUDA kernels make of their input, and nothing else."""
+QUANTIZED_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
+"""Those that multiply what vLLM's CUDA kernels make of their input, and nothing else. DeepGEMM's would, too, but have
+not been run on what Rose's kernels make of it."""
 METHODS = (
     *("Fp8LinearMethod", "CompressedTensorsLinearMethod", "ModelOptLinearMethod"),
     *("Fp8PerTensorOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod"),
 )
 """vLLM's methods that are nothing but a product with such a kernel."""
-DEEP_GEMM_ROWS = 32
-"""Of a product, from which on the last of them multiplies by DeepGEMM; FlashInfer itself quantizes fewer."""
 _CHECKED_BYTES = 1 << 26
 """Of a weight, that are looked through at once."""
 
@@ -122,9 +118,10 @@ def expected_quantization(scales: str, depth: int) -> InputQuantization | None:
     """Return how vLLM's kernel most likely quantizes the input of a weight with such scales; None as by ``read``."""
     if scales != BLOCKS:
         return InputQuantization()
-    if depth % SCALED_BLOCK:
+    # vLLM prefers DeepGEMM, which quantizes its input itself.
+    if depth % SCALED_BLOCK or is_deep_gemm_supported():
         return None
-    return InputQuantization(by_group=True, powers_of_two=is_deep_gemm_e8m0_used())
+    return InputQuantization(by_group=True)
 
 
 def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
@@ -247,9 +244,6 @@ def input_quantization(kernel: Any, module: Any) -> InputQuantization | None:
         return None
     if by_group and module.input_size_per_partition % SCALED_BLOCK:
         return None
-    if hasattr(kernel, "fallback"):
-        powers = kernel.fallback.use_deep_gemm_e8m0
-        return InputQuantization(by_group=True, powers_of_two=powers, min_rows=DEEP_GEMM_ROWS)
     quantize = kernel.quant_fp8
     # What vLLM can compile in the place of its kernel rounds otherwise.
     is_known = type(quantize).__name__ == "QuantFP8" and quantize._forward_method == quantize.forward_cuda
@@ -269,7 +263,7 @@ def _multiplied(kernel: Any, module: Any, x: QuantizedActivations) -> torch.Tens
     product: torch.Tensor
     dtype = kernel.config.out_dtype
     if type(kernel).__name__ in BLOCK_KERNELS:
-        product = getattr(kernel, "fallback", kernel).apply_block_scaled_mm(**factors)
+        product = kernel.apply_block_scaled_mm(**factors)
         return (product if module.bias is None else product + module.bias).to(dtype)
     shape = [len(x.values), module.weight.shape[1]]
     product = kernel.apply_scaled_mm(**factors, out_dtype=dtype, bias=module.bias, output_shape=shape)
