@@ -15,23 +15,22 @@ from safetensors.torch import load_file, save_file
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Float8Experts, Float8Weight, InputQuantization
-from rose_backend.layers.linear import Linear, Mlp, SparseMlp
-from rose_backend.models.base import CausalLM, load_model
+from rose_backend.layers.linear import Mlp, SparseMlp
+from rose_backend.models.base import load_model
 from rose_backend.models.quantization import Float8Quantization
 from tests.support.half_precision import judge, logprob_errors
 from tests.support.llama_checkpoints import NUM_EXPERTS, VOCAB_SIZE, change_json, write_checkpoint
-from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, quantize, quantizes_inputs, write_pair
+from tests.support.quantized_checkpoints import (
+    FORMATS,
+    GPU_SIZES,
+    linears_of,
+    quantize,
+    quantizes_inputs,
+    write_pair,
+)
 from tests.support.reference_generation import greedy_differences
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 160}
-
-
-def linears_of(model: CausalLM) -> list[Linear]:
-    found = []
-    for layer in model.weights.layers:
-        assert isinstance(layer.mlp, Mlp)
-        found += [layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down]
-    return found
 
 
 @pytest.mark.parametrize(

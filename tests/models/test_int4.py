@@ -15,27 +15,19 @@ from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Int4Weight
 from rose_backend.layers.decoder import max_packed_int4_rows, max_packed_rows
-from rose_backend.layers.linear import Linear, Mlp
-from rose_backend.models.base import CausalLM, load_model
+from rose_backend.models.base import load_model
 from tests.support.half_precision import judge
 from tests.support.llama_checkpoints import VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.quantized_checkpoints import (
     INT4_FORMATS,
     codes_of,
     describe,
+    linears_of,
     packed,
     quantized_in_4_bits,
     write_pair,
 )
 from tests.support.reference_generation import greedy_differences
-
-
-def linears_of(model: CausalLM) -> list[Linear]:
-    found = []
-    for layer in model.weights.layers:
-        assert isinstance(layer.mlp, Mlp)
-        found += [layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down]
-    return found
 
 
 @pytest.mark.parametrize(

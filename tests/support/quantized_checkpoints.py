@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from rose_backend.layers.linear import Linear, Mlp
+from rose_backend.models.base import CausalLM
 from tests.support.llama_checkpoints import write_checkpoint
 
 FORMATS = (
@@ -203,6 +205,15 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(sums < 1 << 31, sums, sums - (1 << 32)).int()
 
 
+def linears_of(model: CausalLM) -> list[Linear]:
+    """Return the linear layers of a dense model, layer after layer."""
+    found = []
+    for layer in model.weights.layers:
+        assert isinstance(layer.mlp, Mlp)
+        found += [layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down]
+    return found
+
+
 def write_description(folder: Path, form: str, ignored: list[str]) -> None:
     """Say in a checkpoint's JSON files how it is quantized."""
     fields = json.loads((folder / "config.json").read_text())
@@ -265,24 +276,21 @@ def describe(form: str, ignored: list[str]) -> dict[str, Any]:
         weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False, "actorder": None}
         weights |= {"strategy": "channel" if group == "all" else "group"}
         weights |= {"group_size": None if group == "all" else int(group)}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
-            },
-            "ignore": ignored,
-            "kv_cache_scheme": None,
-        }
+        return _compressed("pack-quantized", weights, None, ignored)
     strategy = form.split()[1]
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     if strategy == "block":
         weights["block_structure"] = [BLOCK, BLOCK]
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return _compressed("float-quantized", weights, inputs, ignored)
+
+
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, ignored: list[str]
+) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
