@@ -586,6 +586,23 @@ class Int4Weight:
     num_columns: int
     """E"""
 
+    @staticmethod
+    def empty(
+        num_rows: int,
+        num_columns: int,
+        group_size: int,
+        *,
+        has_zeros: bool,
+        scales_dtype: torch.dtype,
+        device: torch.device,
+    ) -> Int4Weight:
+        """Return memory for a matrix [O, E]. ``group_size`` divides its columns."""
+        num_words = int4_words(num_columns, int4_step(group_size))
+        words = torch.empty((num_rows, num_words), dtype=torch.int16, device=device)
+        scales = torch.empty((num_columns // group_size, num_rows), dtype=scales_dtype, device=device)
+        zeros = torch.empty_like(scales, dtype=torch.uint8) if has_zeros else None
+        return Int4Weight(words, scales, zeros, num_columns)
+
     @property
     def shape(self) -> torch.Size:
         """[O, E]."""

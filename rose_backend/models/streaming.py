@@ -28,8 +28,6 @@ from rose_backend.kernels.arguments import (
     WEIGHT_DTYPE,
     QuantizedWeight,
     Weight,
-    int4_step,
-    int4_words,
 )
 from rose_backend.kernels.linear.int4_formats import Int4Format, StoredInt4, store_int4
 from rose_backend.layers.linear import Linear, Norm
@@ -232,13 +230,14 @@ class WeightReader:
             raise ModelError(
                 f"model: {', '.join(fan_outs)} have {fan_in} columns, no multiple of {group_size} that share a scale"
             )
-        num_rows, step = sum(fan_outs.values()), int4_step(group_size)
-        words = torch.empty((num_rows, int4_words(fan_in, step)), dtype=torch.int16, device=self.device)
-        scales = torch.empty(
-            (fan_in // group_size, num_rows), dtype=self._scales_dtype(fan_outs, form), device=self.device
+        weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight.empty(
+            sum(fan_outs.values()),
+            fan_in,
+            group_size,
+            has_zeros=quantization.has_zeros,
+            scales_dtype=self._scales_dtype(fan_outs, form),
+            device=self.device,
         )
-        zeros = torch.empty_like(scales, dtype=torch.uint8) if quantization.has_zeros else None
-        weight = self.quantized_weights[", ".join(fan_outs)] = Int4Weight(words, scales, zeros, fan_in)
         first_row = 0
         for name, fan_out in fan_outs.items():
             self._fill_int4(weight, slice(first_row, first_row + fan_out), f"{self.prefix}{name}", form)

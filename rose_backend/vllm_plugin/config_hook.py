@@ -26,6 +26,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     why_prompts_need_python,
 )
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme
 from rose_backend.vllm_plugin.models.model_choice import (
     GPT2,
     ModelChoice,
@@ -236,7 +237,9 @@ def _describe_model(vllm_config: VllmConfig, switches: PluginConfig, choice: Mod
         f"fused add + {norm}": switches.fused_add_layernorm,
     }
     if chosen != GPT2 and vllm_config.quant_config is not None:
-        fused[f"float8 weights with scales of {float8_scales(vllm_config.quant_config)}"] = True
+        scheme = int4_scheme(vllm_config.quant_config)
+        float8 = f"float8 weights with scales of {float8_scales(vllm_config.quant_config)}"
+        fused[float8 if scheme is None else scheme.describe()] = True
     return f"{chosen} ({', '.join(name for name, is_on in fused.items() if is_on)})"
 
 

@@ -31,7 +31,10 @@ LAUNCHERS = (
 )
 """``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""
 
-_SIZES = ("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", "mlp_bias")
+_SIZES = (
+    *("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", "mlp_bias"),
+    "quantization_config",
+)
 """Fields of config.json that kernels of Rose's layers depend on."""
 
 
@@ -133,6 +136,7 @@ def _key(vllm_config: VllmConfig) -> list[object]:
     return [
         model.hf_config.architectures,
         model.dtype,
+        model.quantization,
         model.max_model_len,
         model.get_hidden_size(),
         model.get_vocab_size(),

@@ -280,8 +280,8 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("case", "change", "reason"),
     [
-        ("llama", change("quant_config", SimpleNamespace()), "quantized weights other than float8"),
-        ("llama", change("model_config.quantization", "fp8"), "quantized weights other than float8"),
+        ("llama", change("quant_config", SimpleNamespace()), "quantized weights other than float8 and int4"),
+        ("llama", change("model_config.quantization", "fp8"), "quantized weights other than float8 and int4"),
         (
             "llama",
             change("weight_transfer_config", SimpleNamespace(backend="sparse_nccl")),
@@ -373,7 +373,7 @@ def test_how_many_decodes_may_be_roses(rows: Any) -> None:
     [
         *(("fp8_per_tensor", 96, None), ("fp8_per_channel", 96, None), ("fp8_per_block", 128, None)),
         ("fp8_per_block", 96, "blocks with rows of gate and factor"),
-        ("mxfp8", 128, "quantized weights other than float8"),
+        ("mxfp8", 128, "quantized weights other than float8 and int4"),
     ],
 )
 def test_weights_quantized_online(
@@ -413,8 +413,8 @@ def with_blocks_of(*block: int) -> dict[str, Any]:
         ("fp8 blocks", {"capability": (10, 0)}, "float8 weights on this GPU"),
         ("compressed-tensors channel", {"capability": (10, 0)}, None),
         ("fp8", {"capability": (8, 9)}, None),
-        ("fp8 blocks", {"fields": with_blocks_of(64, 128)}, "quantized weights other than float8"),
-        ("fp8 blocks", {"fields": {"store_dtype": "mxfp4"}}, "quantized weights other than float8"),
+        ("fp8 blocks", {"fields": with_blocks_of(64, 128)}, "quantized weights other than float8 and int4"),
+        ("fp8 blocks", {"fields": {"store_dtype": "mxfp4"}}, "quantized weights other than float8 and int4"),
         ("fp8", {"enable_lora": True}, None),
         ("fp8", {"tensor_parallel_size": 2}, "float8 weights with tensor parallelism"),
         ("fp8", {"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),

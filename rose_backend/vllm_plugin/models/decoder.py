@@ -7,7 +7,7 @@ Weights stay where vLLM has put them, so that each is in memory once and capture
 are packed, the rows of the two parts of a gated MLP take turns. What is loaded first is rearranged when everything is
 loaded. Whatever is loaded later, by whichever of vLLM's entrances, goes through the parameters' weight loaders, which
 write it where its rows belong: no update needs a further call or extra memory. Float8 weights are not rearranged; see
-``float8_weights.py``.
+``float8_weights.py``. Of int4 weights see ``int4_weights.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ from rose_backend.layers.linear import (
     ResidualStream,
     packs_layers,
 )
-from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_packed_rows
+from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_float8_rows
+from rose_backend.vllm_plugin.models.int4_weights import (
+    Int4Scheme,
+    RoseInt4Method,
+    int4_scheme,
+    max_int4_rows,
+)
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
@@ -68,18 +74,20 @@ class LoadedLayer:
 
     Args:
         layer: vLLM's ``LlamaDecoderLayer`` or one like it.
+        scheme: of its int4 weights; None: it has none.
         packs: prepare it for small batches; see ``layers.linear.pack_layer``.
         keep: registers a tensor that no checkpoint has, by its name; see ``RoseConstants``.
     """
 
-    def __init__(self, layer: Any, *, packs: bool, keep: Keep) -> None:
+    def __init__(self, layer: Any, scheme: Int4Scheme | None, *, packs: bool, keep: Keep) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention, self._mlp = attention, mlp
-        self.products: list[RoseLinearMethod | LoadedFloat8] = []
+        self.products: list[RoseLinearMethod | LoadedFloat8 | RoseInt4Method] = []
         for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            is_dense = isinstance(module.quant_method, UnquantizedLinearMethod)
-            kind = RoseLinearMethod if is_dense else LoadedFloat8
-            self.products.append(kind(module, packs=packs, gated=module is mlp.gate_up_proj))
+            use = LoadedFloat8 if scheme is None else partial(RoseInt4Method, scheme=scheme)
+            if isinstance(module.quant_method, UnquantizedLinearMethod):
+                use = RoseLinearMethod
+            self.products.append(use(module, packs=packs, gated=module is mlp.gate_up_proj))
         norms = {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
         self._norms = [
             LoadedNorm(norm, packs=packs, keep=partial(keep, f"{name}_norm_scale"))
@@ -256,7 +264,10 @@ def norm_of(module: Any) -> Norm:
     return Norm(module.weight.data, None, module.variance_epsilon)
 
 
-_PROFILED_KERNELS = ("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel")
+_PROFILED_KERNELS = (
+    *("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel"),
+    "_dequantize_int4_kernel",
+)
 """Launched in vLLM's profiling run, when most others are still being compiled."""
 
 
@@ -372,8 +383,9 @@ class RoseDecoder:
         packs = not has_ranks and packs_layers(self.rose_switches, device)
         self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
         self._attention = [layer.self_attn.attn for layer in layers]
+        scheme = int4_scheme(vllm_config.quant_config)
         self._loaded = [
-            LoadedLayer(layer, packs=packs, keep=partial(self.rose_constants.keep, index))
+            LoadedLayer(layer, scheme, packs=packs, keep=partial(self.rose_constants.keep, index))
             for index, layer in enumerate(layers)
         ]
         if packs:
@@ -386,9 +398,9 @@ class RoseDecoder:
         self._max_float8_rows = (
             0
             if scales is None
-            else max_packed_rows(self.rose_switches, scales, vllm_config.model_config.dtype)
+            else max_float8_rows(self.rose_switches, scales, vllm_config.model_config.dtype)
         )
-        self._max_packed_rows: int | None = None
+        self._max_packed_rows = None if scheme is None else max_int4_rows(self.rose_switches)
         self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         for index, attention in enumerate(self._attention):

@@ -124,16 +124,14 @@ def expected_quantization(scales: str, depth: int) -> InputQuantization | None:
     return InputQuantization(by_group=True)
 
 
-def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
-    """Return what is quantized in a way that Rose's layers do not take; None if nothing is, or if they take it."""
-    quant_config = vllm_config.quant_config
-    if quant_config is None and vllm_config.model_config.quantization is None:
-        return None
-    scales = float8_scales(quant_config)
+def why_float8_stays(vllm_config: VllmConfig, options: PluginConfig, scales: str) -> str | None:
+    """Return why vLLM's layers run a model with float8 weights; None if Rose's can.
+
+    Args:
+        scales: as ``float8_scales`` returns them.
+    """
     capability = current_platform.get_device_capability()
     reasons = {
-        "quantized weights other than float8": scales is None,
-        "quantized_layers off": not options.quantized_layers,
         "float8 weights without a CUDA device": not current_platform.is_cuda(),
         # With scales of blocks Marlin rearranges weights on GPUs before Hopper, DeepGEMM packs scales on later ones.
         "float8 weights on this GPU": capability is not None
@@ -143,16 +141,14 @@ def why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         and vllm_config.model_config.hf_text_config.intermediate_size % SCALED_BLOCK != 0,
         # Rose's kernels do not multiply parts of a matrix.
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-        "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
         # Unless it is asked for by the option.
         "float8 weights for which vLLM's kernel may be faster": options.max_quantized_rows is None
-        and scales is not None
-        and max_packed_rows(options, scales, vllm_config.model_config.dtype) == 0,
+        and max_float8_rows(options, scales, vllm_config.model_config.dtype) == 0,
     }
     return first_reason(reasons)
 
 
-def max_packed_rows(options: PluginConfig, scales: str, dtype: torch.dtype) -> int:
+def max_float8_rows(options: PluginConfig, scales: str, dtype: torch.dtype) -> int:
     """Return how many decodes multiply float8 weights by Rose's kernel.
 
     Args:

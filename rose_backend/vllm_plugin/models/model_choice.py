@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.models.float8_weights import why_weights_differ
+from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
 from rose_backend.vllm_plugin.options import first_reason
 
 _ROOM = "rose_backend.vllm_plugin.models"
@@ -101,7 +102,8 @@ def choose_model_class(
     # There is nothing to compile: the loop over layers launches Rose's kernels.
     vllm_config.compilation_config.mode = CompilationMode.NONE
     custom_ops = vllm_config.compilation_config.custom_ops
-    if vllm_config.quant_config is not None and not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
+    is_float8 = float8_scales(vllm_config.quant_config) is not None
+    if is_float8 and not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
         # vLLM's products launch it. It is one kernel so, and several torch operations where nothing is compiled.
         custom_ops.append("+quant_fp8")
     return ModelChoice(chosen)
@@ -137,7 +139,7 @@ def _why_class_stays(
         return (
             _why_decoder_stays(vllm_config)
             or _why_steps_are_compiled(vllm_config, leaves_pieces)
-            or why_weights_differ(vllm_config, options)
+            or _why_weights_differ(vllm_config, options)
         )
     if vllm_config.quant_config is not None:
         # Rose adds biases itself, which a method may have rearranged for its kernel, as Marlin's.
@@ -175,6 +177,23 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         or _why_images_differ(vllm_config)
         or _why_config_differs(model_config.hf_text_config, model_config.architecture in _TAKE_IMAGES)
     )
+
+
+def _why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
+    """Return what is quantized in a way that Rose's layers do not take; None if nothing is, or if they take it."""
+    quant_config = vllm_config.quant_config
+    if quant_config is None and vllm_config.model_config.quantization is None:
+        return None
+    scales, scheme = float8_scales(quant_config), int4_scheme(quant_config)
+    reasons = {
+        "quantized weights other than float8 and int4": scales is None and scheme is None,
+        "quantized_layers off": not options.quantized_layers,
+        "this linear backend": bool(vllm_config.kernel_config.linear_backend_per_quant),
+    }
+    reason = first_reason(reasons)
+    if reason is not None or scales is None:
+        return reason or why_int4_stays(vllm_config)
+    return why_float8_stays(vllm_config, options, scales)
 
 
 def _why_images_differ(vllm_config: VllmConfig) -> str | None:

@@ -45,8 +45,9 @@ from rose_backend.vllm_plugin.models.float8_weights import (
     MATRICES,
     expected_quantization,
     float8_scales,
-    max_packed_rows,
+    max_float8_rows,
 )
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
 
@@ -223,9 +224,11 @@ class RecordedDecoder:
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
         scales = float8_scales(vllm_config.quant_config)
-        self._max_packed_rows = (
-            None if scales is None else max_packed_rows(self._switches, scales, model.dtype)
-        )
+        self._max_packed_rows = None
+        if scales is not None:
+            self._max_packed_rows = max_float8_rows(self._switches, scales, model.dtype)
+        elif int4_scheme(vllm_config.quant_config) is not None:
+            self._max_packed_rows = max_int4_rows(self._switches)
         # With M-RoPE angles are a step's, and all models that have it take embeddings.
         self._has_mrope = model.uses_mrope
         self._rotation = HeadRotation(
@@ -282,6 +285,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         return torch.empty(shape, dtype=model.dtype, device=_META)
 
     lora, scales = vllm_config.lora_config, float8_scales(vllm_config.quant_config)
+    scheme = int4_scheme(vllm_config.quant_config)
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
@@ -301,6 +305,8 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
                 many_rows=lambda x: empty(len(x if isinstance(x, torch.Tensor) else x.values), fan_out),
                 quantization=expected_quantization(scales, fan_in),
             )
+        if scheme is not None:
+            return Linear(scheme.empty(fan_out, fan_in, model.dtype, _META), given_bias, adapters=adapters)
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
