@@ -135,3 +135,13 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(RoseAttentionImpl, "plan_decode", record)
     return made
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pack layers as on a GPU; return what is noted of products that sum up the moments for the next one."""
+    from rose_backend.vllm_plugin.models import decoder
+    from tests.support.moments import record_moments
+
+    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
+    return record_moments(monkeypatch)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from rose_backend.errors import ModelError
@@ -17,55 +15,23 @@ from rose_backend.kernels import Float8Weight
 from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import MakeEngine
-from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import VOCAB_SIZE
-from tests.support.moments import record_moments
 from tests.support.quantized_checkpoints import FORMATS, KEPT, write_pair
+from tests.support.quantized_engines import GREEDY, assert_right, complete, linears
 from tests.support.random_checkpoints import write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
-from tests.support.vllm_engines import generate, inputs_of, runner_of
+from tests.support.vllm_engines import inputs_of, runner_of
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_float8.py is for GPUs")
 
-ROUNDING = 1e-4
-"""Of log-probabilities, between two ways of computing in float32."""
 ONE_SCALE = ("fp8", "modelopt", "compressed-tensors tensor")
 """vLLM rounds parts of a fused module again, to one scale."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
-
-
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Pack layers as on a GPU; return what is noted of products that sum up the moments for the next one."""
-    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
-    yield record_moments(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
     return parity_prompts(VOCAB_SIZE)[:10]
-
-
-def complete(llm: Any, prompts: Prompts) -> list[Any]:
-    return [output.outputs[0] for output in generate(llm, prompts, GREEDY)]
-
-
-def assert_right(path: Path, prompts: Prompts, completions: list[Any]) -> None:
-    judged = judge(path, prompts, [list(completion.token_ids) for completion in completions])
-    assert wrong_tokens(judged, ROUNDING) == []
-    assert float(logprob_errors(judged, completions).max()) < ROUNDING
-
-
-def linears(llm: Any) -> list[tuple[Any, Any]]:
-    """Return vLLM's modules, and Rose's layers made of them."""
-    model = runner_of(llm).model
-    found = []
-    for layer, module in zip(model._layers, model.model.layers, strict=True):
-        attention, mlp = module.self_attn, module.mlp
-        modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        found += zip(modules, (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down), strict=True)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
-from tests.support.moments import record_moments
 from tests.support.reference_generation import GreedyReference, Prompts, parity_prompts, tie_free_case
 from tests.support.vllm_engines import (
     assert_greedy,
@@ -82,13 +81,6 @@ def prompts() -> Prompts:
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Pack layers as on a GPU; return what is noted of products that sum up the moments for the next one."""
-    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
-    yield record_moments(monkeypatch)
 
 
 def complete(llm: Any, prompts: Prompts, params: SamplingParams = GREEDY) -> list[Any]:

@@ -42,7 +42,11 @@ from vllm.lora.ops.triton_ops import lora_kernel_metadata
 from vllm.lora.punica_wrapper import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -92,6 +96,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.kernels.arguments import LEAST_OF_GROUP
+from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ_V2
 from rose_backend.models.rope import RotaryOptions, rotary_table
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
@@ -101,8 +106,9 @@ from rose_backend.vllm_plugin.attention.backend import (
 from rose_backend.vllm_plugin.captured_processors import SAMPLING_PARAMETERS
 from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.models import decoder, float8_weights
+from rose_backend.vllm_plugin.models import decoder, float8_weights, int4_weights
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
+from rose_backend.vllm_plugin.models.int4_weights import RoseInt4Method
 from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
@@ -813,6 +819,34 @@ def test_float8_weights_are_kept_by_the_kernels_and_methods_that_are_known() -> 
     assert kernels.MarlinFP8ScaledMMLinearKernel.can_implement(None) == (True, None)
     others = others - {"B12xFp8BlockScaledMMKernel"} | {"B12xTensorFP8ScaledMMLinearKernel"}
     assert by_rows == others | set(float8_weights.ROW_KERNELS)
+
+
+def test_int4_weights_are_made_by_the_methods_that_are_known() -> None:
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+
+    owners = (auto_awq, auto_gptq, compressed_tensors)
+    for name in int4_weights.METHODS:
+        assert any(hasattr(owner, name) for owner in owners), name
+    for name in ("create_weights", "process_weights_after_loading", "apply"):
+        assert_accepts(getattr(RoseInt4Method, name), getattr(LinearMethodBase, name), name)
+    # In which order a checkpoint's codes are, and by which names.
+    makers = {
+        auto_awq.AutoAWQMarlinLinearMethod: AWQ,
+        auto_awq.AutoAWQLinearMethod: AWQ,
+        auto_gptq.AutoGPTQLinearMethod: GPTQ_V2,
+        getattr(schemes, int4_weights.SCHEME): COMPRESSED_TENSORS,
+    }
+    for maker, form in makers.items():
+        source = inspect.getsource(maker.create_weights)
+        for name in (form.codes.name, form.zeros.name, form.scales_name):
+            assert f'register_parameter("{name}"' in source, maker
+    assert tuple(auto_awq._REVERSE_AWQ_PACK_ORDER) == AWQ.codes.order == AWQ.zeros.order
+    # GPTQ's zeros are not looked at.
+    assert "zero_points=False" in inspect.getsource(auto_gptq.AutoGPTQLinearMethod.create_weights)
+    # A method for activations in 8 bits is another one.
+    scheme = inspect.getsource(compressed_tensors.CompressedTensorsConfig._get_scheme_from_parts)
+    assert scheme.count(f"return {int4_weights.SCHEME}(") == 1
 
 
 def test_vllms_kernels_multiply_what_they_have_quantized(make_config: MakeConfig) -> None:

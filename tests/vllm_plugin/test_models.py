@@ -34,10 +34,11 @@ from rose_backend.vllm_plugin.models.model_choice import (
 )
 from rose_backend.vllm_plugin.options import rose_options
 from tests.support.llama_checkpoints import change_json, write_checkpoint
-from tests.support.quantized_checkpoints import FORMATS, write_pair
+from tests.support.quantized_checkpoints import FORMATS, INT4_FORMATS, write_pair
 from tests.support.random_vision_checkpoints import qwen2_5_vl_config, qwen3_vl_config
 from tests.support.vllm_plugin.configs import MakeConfig, idle_parts, n_grams, rose
 from tests.support.vllm_plugin.float8_on_cpu import H100, Float8OnCpu
+from tests.support.vllm_plugin.int4_on_cpu import take_int4_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -468,6 +469,114 @@ def test_float8_layers_are_roses_where_they_were_measured_to_be_faster(
     assert (layers_of(config) in DECODERS.values()) is is_roses
     reason = None if is_roses else "float8 weights for which vLLM's kernel may be faster"
     assert idle_parts(rose_log[0]).get("fused_mlp") == reason
+
+
+@pytest.fixture
+def int4(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that makes the configuration of a checkpoint in a format, on a GPU."""
+
+    def make(form: str, *, fields: dict[str, Any] | None = None, is_cuda: bool = True, **options: Any) -> Any:
+        take_int4_on_cpu(monkeypatch, is_cuda=is_cuda)
+        path, _ = write_pair(tmp_path, "qwen3", form)
+        described = json.loads((path / "config.json").read_text())["quantization_config"]
+        change_json(path / "config.json", quantization_config=described | (fields or {}))
+        return make_config(**{"model": str(path), "dtype": "float32", "enforce_eager": False, **options})
+
+    return make
+
+
+@pytest.mark.parametrize("form", [form for form in INT4_FORMATS if "gptq" not in form or "zeros" not in form])
+def test_int4_weights_have_roses_layers(int4: Callable[..., Any], rose_log: list[str], form: str) -> None:
+    config = int4(form)
+    assert layers_of(config) == "RoseQwen3ForCausalLM"
+    zero = " and a zero" if "zeros" in form else ""
+    columns = "a row" if "all" in form else f"{form.split()[1]} columns"
+    parts = f"fused MLP, fused add + RMSNorm, int4 weights with a scale{zero} for {columns}"
+    assert f"RoseQwen3ForCausalLM ({parts});" in rose_log[0]
+    # No product is one of activations in 8 bits.
+    assert "+quant_fp8" not in config.compilation_config.custom_ops
+
+
+def with_group(**changes: Any) -> dict[str, Any]:
+    """Return fields of a compressed-tensors checkpoint whose only group differs."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights | changes.pop("weights", {}), **changes}
+    return {"config_groups": {"group_0": group, **changes.pop("others", {})}}
+
+
+INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+OTHER_GROUP = with_group(weights={"group_size": 64}, targets=["re:.*down_proj"])["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "is_roses"),
+    [
+        *(
+            ("gptq 128", {"dynamic": {rule: {"bits": 8}}}, rule[0] == "-")
+            for rule in ("-:.*q", "+:.*q", ".*")
+        ),
+        ("gptq 128", {"bits": 8}, False),
+        ("gptq 128", {"desc_act": True, "group_size": -1}, True),
+        ("awq 128 zeros", {"group_size": 16}, False),
+        ("awq 128 zeros", {"zero_point": False}, False),
+        ("pack-quantized 128", with_group(), True),
+        ("pack-quantized 128", with_group(format="pack-quantized"), True),
+        ("pack-quantized 128", with_group(weights={"actorder": "static"}), True),
+        ("pack-quantized 128", with_group(weights={"num_bits": 8}), False),
+        ("pack-quantized 128", with_group(weights={"type": "float"}), False),
+        ("pack-quantized 128", with_group(weights={"group_size": 16}), False),
+        ("pack-quantized 128", with_group(input_activations=INT8_TOKENS), False),
+        (
+            "pack-quantized 128",
+            with_group(output_activations={**INT8_TOKENS, "strategy": "tensor", "dynamic": False}),
+            False,
+        ),
+        (
+            "pack-quantized 128",
+            {"config_groups": {**with_group()["config_groups"], "group_1": OTHER_GROUP}},
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_other_int4_weights_have_vllms_layers(
+    int4: Callable[..., Any], rose_log: list[str], form: str, fields: dict[str, Any], is_roses: bool
+) -> None:
+    config = int4(form, fields=fields)
+    assert (layers_of(config) in DECODERS.values()) is is_roses
+    reason = None if is_roses else "quantized weights other than float8 and int4"
+    assert idle_parts(rose_log[0]).get("fused_mlp") == reason
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"is_cuda": False}, "int4 weights without a CUDA device"),
+        ({"tensor_parallel_size": 2}, "int4 weights with tensor parallelism"),
+        ({"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),
+        (
+            {"kernel_config": {"linear_backend_per_quant": {"mixed_precision": "marlin"}}},
+            "this linear backend",
+        ),
+        ({"kernel_config": {"linear_backend": "marlin"}}, "this linear backend"),
+        ({"enable_lora": True}, None),
+        ({"additional_config": {"rose": {"max_quantized_rows": 0}}}, None),
+    ],
+    ids=str,
+)
+def test_vllms_layers_stay_with_int4_weights(
+    int4: Callable[..., Any], rose_log: list[str], options: dict[str, Any], reason: str | None
+) -> None:
+    config = int4("pack-quantized 128", **options)
+    assert idle_parts(rose_log[0]).get("fused_mlp") == reason
+    assert (layers_of(config) in DECODERS.values()) is (reason is None)
+
+
+def test_activations_that_marlin_should_quantize_leave_vllms_layers(
+    int4: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    assert layers_of(int4("awq 128 zeros")) == "Qwen3ForCausalLM"
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])

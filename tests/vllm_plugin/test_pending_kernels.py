@@ -39,6 +39,7 @@ from tests.support.llama_checkpoints import write_checkpoint
 from tests.support.quantized_checkpoints import GPU_SIZES, write_pair
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
+from tests.support.vllm_plugin.int4_on_cpu import take_int4_on_cpu
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
@@ -256,6 +257,42 @@ def test_products_with_float8_weights_are_recorded(
     # More decodes are vLLM's products, of input that the kernels in front quantize.
     assert len(recorded(additional_config={"rose": {"max_quantized_rows": 8}})) < len(sources)
     assert not recorded(additional_config={"rose": {"max_quantized_rows": 0}})
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "has_zeros"),
+    [("pack-quantized 32", 32, False), ("pack-quantized all zeros", 0, True), ("awq 128 zeros", 128, True)],
+)
+def test_products_with_int4_weights_are_recorded(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    group: int,
+    has_zeros: bool,
+) -> None:
+    take_int4_on_cpu(monkeypatch)
+    path, _ = write_pair(tmp_path, "qwen3", form)
+
+    def recorded(**options: Any) -> dict[str, list[KernelSource]]:
+        config = make_gpu_config(
+            make_config, [*SIZES[:-1], 128, 512], model=str(path), max_num_seqs=128, **options
+        )
+        sources = sources_of(config, make_layer(config))
+        names = ("small_batch_linear_kernel", "_dequantize_int4_kernel")
+        return {name: [each for each in sources if each.name == name] for name in names}
+
+    sources = recorded(dtype="bfloat16")
+    few, many = sources.values()
+    formats = [value for each in few for value in each.constexprs.values() if isinstance(value, WeightFormat)]
+    assert len(formats) == len(few) > 10 and {each.STEP for each in formats} == {32 if group == 32 else 64}
+    # Attention's output may be one group.
+    assert {0, *(each.GROUP for each in formats)} == {0, group}
+    # Of each depth one. Zeros are bytes.
+    assert len(many) == 2
+    assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
+    options = {"additional_config": {"rose": {"max_quantized_rows": 0}}}
+    assert [bool(each) for each in recorded(dtype="float16", **options).values()] == [False, True]
 
 
 @pytest.mark.parametrize(("form", "by_row"), [("fp8 blocks", False), ("compressed-tensors channel", True)])

@@ -176,7 +176,8 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         weight.check()
         zeros = None if weight.zeros is None else stored[form.zeros.name]
         store_int4(weight, slice(None), form, StoredInt4(codes, scales, zeros, None), self._module.prefix)
-        for name in stored.keys() - {"bias"}:
+        # A known shape stays: vLLM's reloads load it once more when all else is loaded.
+        for name in stored.keys() & {form.codes.name, form.scales_name, form.zeros.name}:
             delattr(layer, name)
         for name, tensor in self._tensors(weight).items():
             layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))

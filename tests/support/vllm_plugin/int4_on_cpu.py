@@ -17,9 +17,9 @@ from rose_backend.vllm_plugin.models import int4_weights
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def take_int4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def take_int4_on_cpu(monkeypatch: pytest.MonkeyPatch, *, is_cuda: bool = True) -> None:
     """Let Rose's layers take int4 weights while ``monkeypatch`` lasts, in float32, too."""
-    monkeypatch.setattr(int4_weights, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(int4_weights, "current_platform", SimpleNamespace(is_cuda=lambda: is_cuda))
     # vLLM's own, in float32.
     for config in (AutoAWQConfig, AutoGPTQConfig, CompressedTensorsConfig):
         monkeypatch.setattr(config, "get_supported_act_dtypes", lambda *_: DTYPES)
