@@ -23,7 +23,7 @@ from tests.support.reference_generation import Prompts, parity_prompts
 from tests.support.vllm_engines import inputs_of, runner_of
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_float8.py is for GPUs")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_quantized.py is for GPUs")
 
 ONE_SCALE = ("fp8", "modelopt", "compressed-tensors tensor")
 """vLLM rounds parts of a fused module again, to one scale."""

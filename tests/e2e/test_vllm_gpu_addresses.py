@@ -95,7 +95,7 @@ def move(worker: Any, prefix: str) -> list[str]:
     for name, parameter in model.named_parameters():
         if name.startswith(prefix):
             kept, parameter.data = parameter.data, parameter.data.clone()
-            kept.fill_(float("nan"))
+            kept.fill_(float("nan") if kept.is_floating_point() else -1)
             moved.append(name)
     worker.model_runner.reset_lora_state()
     return moved
@@ -128,23 +128,24 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
-def write_float8(path: Path, form: str, seed: int = 0) -> Path:
+def write_quantized(path: Path, form: str, seed: int = 0) -> Path:
     path, _ = write_pair(path, "qwen3", form, vocab_size=VOCAB_SIZE, seed=seed, **GPU_SIZES)
     return path
 
 
-FLOAT8_OPTIONS = {"dtype": "bfloat16", "additional_config": {"rose": {"max_quantized_rows": 64}}}
-FLOAT8 = {
-    form: partial(write_float8, form=form) for form in ("fp8 blocks", "fp8", "compressed-tensors channel")
+QUANTIZED_OPTIONS = {"dtype": "bfloat16", "additional_config": {"rose": {"max_quantized_rows": 64}}}
+QUANTIZED = {
+    form: partial(write_quantized, form=form)
+    for form in ("fp8 blocks", "fp8", "compressed-tensors channel", "pack-quantized 128", "awq 128 zeros")
 }
 
 
-@pytest.mark.parametrize("model", ["Qwen3", "Llama", *FLOAT8])
+@pytest.mark.parametrize("model", ["Qwen3", "Llama", *QUANTIZED])
 def test_graphs_hold_what_is_listed_and_nothing_else(
     make_engine: MakeEngine, tmp_path: Path, model: str
 ) -> None:
-    path = {**WRITERS, **FLOAT8}[model](tmp_path)
-    options = OPTIONS | (FLOAT8_OPTIONS if model in FLOAT8 else {"dtype": "float16"})
+    path = {**WRITERS, **QUANTIZED}[model](tmp_path)
+    options = OPTIONS | (QUANTIZED_OPTIONS if model in QUANTIZED else {"dtype": "float16"})
     with make_engine(model=str(path), **options) as llm:
         assert has_roses_layers(llm)
         ask, answers = asks(llm), said(llm)
@@ -199,13 +200,13 @@ def test_graphs_of_multimodal_models_hold_nothing_else(
 
 
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("model", ["Qwen3", *FLOAT8])
+@pytest.mark.parametrize("model", ["Qwen3", *QUANTIZED])
 def test_steps_are_replayed_after_sleep_and_reloads(
     make_engine: MakeEngine, tmp_path: Path, model: str
 ) -> None:
-    write = FLOAT8.get(model, write_random_qwen3)
+    write = QUANTIZED.get(model, write_random_qwen3)
     old, new = (write(tmp_path / f"{seed}", seed=seed) for seed in range(2))
-    options = {**OPTIONS, "enable_sleep_mode": True} | (FLOAT8_OPTIONS if model in FLOAT8 else {})
+    options = {**OPTIONS, "enable_sleep_mode": True} | (QUANTIZED_OPTIONS if model in QUANTIZED else {})
     with make_engine(model=str(new), **options) as llm:
         # A fresh engine with the other weights.
         answers_of_new = said(llm)
@@ -241,15 +242,15 @@ def test_steps_are_replayed_after_sleep_and_reloads(
     ("prefix", "layers"),
     [
         *(("lm_head", "Rose's"), ("model.norm", "Rose's"), ("", "vLLM's")),
-        # Nothing of float8 weights is packed.
-        *(("model.layers", form) for form in FLOAT8),
+        # Nothing of quantized weights is packed.
+        *(("model.layers", form) for form in QUANTIZED),
     ],
 )
 def test_graphs_are_captured_again_where_weights_have_moved(
     make_engine: MakeEngine, tmp_path: Path, prefix: str, layers: str
 ) -> None:
-    path = FLOAT8.get(layers, WRITERS["Llama"])(tmp_path)
-    options = dict(OPTIONS) | (FLOAT8_OPTIONS if layers in FLOAT8 else {})
+    path = QUANTIZED.get(layers, WRITERS["Llama"])(tmp_path)
+    options = dict(OPTIONS) | (QUANTIZED_OPTIONS if layers in QUANTIZED else {})
     if layers == "vLLM's":
         options |= {
             "additional_config": VLLMS_LAYERS,

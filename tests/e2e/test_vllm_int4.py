@@ -21,7 +21,7 @@ from tests.support.reference_generation import Prompts, parity_prompts
 from tests.support.vllm_engines import inputs_of, runner_of
 from tests.support.vllm_plugin.int4_on_cpu import take_int4_on_cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_int4.py is for GPUs")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_quantized.py is for GPUs")
 
 LOADED = [form for form in INT4_FORMATS if not (form.startswith("gptq") and "zeros" in form)]
 """vLLM takes GPTQ's symmetric checkpoints only."""
@@ -42,7 +42,7 @@ def prompts() -> Prompts:
     ("family", "form"),
     [
         *(("qwen3", form) for form in LOADED),
-        *(("llama-biases", LOADED[0]), ("qwen2", LOADED[2]), ("mistral", LOADED[6])),
+        *(("llama-biases", LOADED[0]), ("qwen2", LOADED[2]), ("mistral", "awq 128 zeros")),
     ],
 )
 def test_few_and_many_rows_are_multiplied_by_what_the_checkpoint_says(

@@ -33,6 +33,7 @@ INT4_FORMATS = (
     "pack-quantized 32",
     "pack-quantized all",
     "pack-quantized 128 zeros",
+    "pack-quantized 64 zeros",
     "pack-quantized all zeros",
     "awq 128 zeros",
     "awq all zeros",

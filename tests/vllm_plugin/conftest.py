@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.vllm_plugin.configs import MakeConfig, OnGpu
+    from tests.support.vllm_plugin.configs import LoadModel, MakeConfig, OnGpu
 
 # The package's other half works and is tested without vLLM.
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
@@ -90,3 +90,38 @@ def on_gpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
         return config
 
     return make
+
+
+@pytest.fixture
+def load_model(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LoadModel]:
+    """Return a function that loads a model with Rose's layers as vLLM's workers do."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.model_executor.model_loader import get_model
+
+    from rose_backend.vllm_plugin.models.decoder import RoseDecoder
+
+    # No kernels are compiled in other processes.
+    monkeypatch.setattr("rose_backend.vllm_plugin.attention.backend.begin_to_compile", lambda *_: None)
+    monkeypatch.setattr("rose_backend.vllm_plugin.models.decoder.wait_for_kernels", lambda *_: None)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+
+    def load(path: Path, **options: Any) -> RoseDecoder:
+        options |= {"additional_config": {"rose": {"max_quantized_rows": 64}}}
+        config = make_config(**{"model": str(path), "dtype": "bfloat16", "enforce_eager": False, **options})
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{tmp_path}/ranks", 0, backend)
+            initialize_model_parallel(1, 1)
+            model = get_model(vllm_config=config)
+        assert isinstance(model, RoseDecoder)
+        return model
+
+    yield load
+    cleanup_dist_env_and_memory()

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from vllm import _custom_ops as ops
-from vllm.config import set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-from vllm.model_executor.model_loader import get_model
 
 from rose_backend.kernels import (
     Float8Weight,
@@ -37,7 +28,8 @@ from rose_backend.layers.linear import Linear, Mlp, ResidualStream
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder, norm_of
 from tests.support.quantized_activations import ADVERSARIAL, QUANTIZATIONS, gated
 from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
-from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.quantized_engines import error, linears_of, meant
+from tests.support.vllm_plugin.configs import LoadModel
 
 pytestmark = pytest.mark.gpu
 
@@ -50,43 +42,6 @@ QUANTIZED = 1 / 10
 REQUANTIZED = 1 / 8
 """Of a weight's largest number: vLLM may have rounded it to e4m3 once more, to another scale."""
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-Load = Callable[..., Any]
-
-
-@pytest.fixture
-def load(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Return a function that loads a model as vLLM's workers do."""
-    # No kernels are compiled in other processes.
-    monkeypatch.setattr("rose_backend.vllm_plugin.attention.backend.begin_to_compile", lambda *_: None)
-    monkeypatch.setattr("rose_backend.vllm_plugin.models.decoder.wait_for_kernels", lambda *_: None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def load(path: Path, **options: Any) -> RoseDecoder:
-        options |= {"additional_config": {"rose": {"max_quantized_rows": 64}}}
-        config = make_config(**{"model": str(path), "dtype": "bfloat16", "enforce_eager": False, **options})
-        with set_current_vllm_config(config):
-            backend = {"cuda": "nccl", "cpu": "gloo"}[device]
-            init_distributed_environment(1, 0, f"file://{tmp_path}/ranks", 0, backend)
-            initialize_model_parallel(1, 1)
-            model = get_model(vllm_config=config)
-        assert isinstance(model, RoseDecoder)
-        return model
-
-    yield load
-    cleanup_dist_env_and_memory()
-
-
-def linears(model: Any) -> Iterator[tuple[str, Any, Linear]]:
-    for index, (layer, module) in enumerate(zip(model._layers, model.model.layers, strict=True)):
-        attention, mlp = module.self_attn, module.mlp
-        yield f"{index} qkv", attention.qkv_proj, layer.qkv
-        yield f"{index} o", attention.o_proj, layer.attn_out
-        yield f"{index} gate_up", mlp.gate_up_proj, layer.mlp.gate_up
-        yield f"{index} down", mlp.down_proj, layer.mlp.down
-
-
-def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((got.double() - exact).abs().max() / exact.abs().max())
 
 
 def check_products(name: str, linear: Linear, matrix: torch.Tensor) -> None:
@@ -111,22 +66,14 @@ def check_products(name: str, linear: Linear, matrix: torch.Tensor) -> None:
         assert error(roses, exact) < min(ROUNDED, error(vllms, exact) + ONE_ROUNDING), (name, num_rows)
 
 
-def meant(tensors: dict[str, torch.Tensor], module: Any) -> torch.Tensor:
-    """Return the matrix of a module in a dense checkpoint, [O, E] float64."""
-    prefix, _, name = module.prefix.rpartition(".")
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    names = parts.get(name, (name,))
-    return torch.cat([tensors[f"{prefix}.{part}.weight"] for part in names]).double()
-
-
 @pytest.mark.parametrize("form", [*FORMATS, *ONLINE])
-def test_both_kernels_read_the_same_numbers(load: Load, tmp_path: Path, form: str) -> None:
+def test_both_kernels_read_the_same_numbers(load_model: LoadModel, tmp_path: Path, form: str) -> None:
     is_online = form in ONLINE
     path, dense = write_pair(tmp_path, "qwen3", "fp8 blocks" if is_online else form, **GPU_SIZES)
-    model = load(dense, quantization=form) if is_online else load(path)
+    model = load_model(dense, quantization=form) if is_online else load_model(path)
     assert model._max_packed_rows
     tensors, num_float8 = load_file(dense / "model.safetensors"), 0
-    for name, module, linear in linears(model):
+    for name, module, linear in linears_of(model):
         if not isinstance(linear.weight, Float8Weight):
             continue
         num_float8 += 1
@@ -193,11 +140,13 @@ QUANTIZED_FORMS = [form for form in FORMATS if "block" in form or "channel" in f
 
 
 @pytest.mark.parametrize("form", [*QUANTIZED_FORMS, *ONLINE])
-def test_layers_compute_what_they_do_with_vllms_quantization(load: Load, tmp_path: Path, form: str) -> None:
+def test_layers_compute_what_they_do_with_vllms_quantization(
+    load_model: LoadModel, tmp_path: Path, form: str
+) -> None:
     is_online = form in ONLINE
     path, dense = write_pair(tmp_path, "qwen3", "fp8 blocks" if is_online else form, **GPU_SIZES)
-    model = load(dense, quantization=form) if is_online else load(path)
-    all_linears = [(name, module, linear) for name, module, linear in linears(model)]
+    model = load_model(dense, quantization=form) if is_online else load_model(path)
+    all_linears = [(name, module, linear) for name, module, linear in linears_of(model)]
     for name, module, linear in all_linears:
         print(name, type(module.quant_method).__name__, linear.quantization)
         assert not isinstance(linear.weight, Float8Weight) or linear.quantization is not None
@@ -227,9 +176,9 @@ def run_layers(model: RoseDecoder, hidden: torch.Tensor, *, quantizes: bool) -> 
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel"])
-def test_quantized_input_in_a_graph(load: Load, tmp_path: Path, form: str) -> None:
+def test_quantized_input_in_a_graph(load_model: LoadModel, tmp_path: Path, form: str) -> None:
     path, _ = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
-    model = load(path)
+    model = load_model(path)
     static = torch.randn(128, model.model.norm.weight.shape[0], dtype=torch.bfloat16, device="cuda")
     run_layers(model, static, quantizes=True)
     graph = torch.cuda.CUDAGraph()

@@ -10,6 +10,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 
 MakeConfig = Callable[..., Any]
 OnGpu = Callable[..., Any]
+LoadModel = Callable[..., Any]
 VLLM_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 WINDOWS = {"hf_overrides": {"sliding_window": 64}}

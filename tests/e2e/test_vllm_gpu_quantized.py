@@ -1,6 +1,6 @@
-"""On CUDA: float8 checkpoints inside vLLM with Rose's layers, beside stock vLLM and what float32 says of their numbers.
+"""On CUDA: float8 and int4 checkpoints inside vLLM with Rose's layers, beside stock vLLM and what float32 says of them.
 
-``tests/vllm_plugin/test_float8_on_gpu.py`` has single products, in seconds.
+``tests/vllm_plugin/test_float8_on_gpu.py`` and ``test_int4_on_gpu.py`` have single products, in seconds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ ROSE: dict[str, Any] = {
 }
 PROMPTS, LENGTHS = mixed_prompts(VOCAB_SIZE, max_len=300)
 """More than one step's: there are always more requests, and fewer, than Rose's kernel takes."""
+INT4 = (
+    *("pack-quantized 128", "pack-quantized 32", "pack-quantized all", "pack-quantized 64 zeros"),
+    *("awq 128 zeros", "gptq 128"),
+)
 SLACK = 1.05
 """Of errors that should be equal: both sides sample other roundings."""
 
@@ -67,24 +71,32 @@ def _mlp(layer: Any) -> tuple[Any, Any]:
     return layer.mlp.gate_up, layer.mlp.down
 
 
-@pytest.mark.parametrize("form", [*FORMATS, "fp8_per_tensor"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *((form, "bfloat16") for form in (*FORMATS, "fp8_per_tensor", *INT4)),
+        *((form, "float16") for form in INT4[-2:]),
+    ],
+)
 def test_errors_are_at_most_stocks(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, dtype: str
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(config_hook, "log_once", lines.append)
-    is_online = form not in FORMATS
+    is_online = form == "fp8_per_tensor"
     path, dense = write_pair(tmp_path, "qwen3", "fp8 blocks" if is_online else form, **GPU_SIZES)
     model = {"model": str(dense), "quantization": form} if is_online else {"model": str(path)}
-    with make_engine(**model, **STOCK) as llm:
+    with make_engine(**model, **(STOCK | {"dtype": dtype})) as llm:
         stock, stock_bytes = mean_error(llm, dense), loaded_bytes(llm)
-    with make_engine(**model, **ROSE, additional_config={"rose": {"max_quantized_rows": 64}}) as llm:
+    options = ROSE | {"dtype": dtype, "additional_config": {"rose": {"max_quantized_rows": 64}}}
+    with make_engine(**model, **options) as llm:
         assert has_roses_layers(llm) and runner_of(llm).model._max_packed_rows == 64
         before = STEPS.rose
         roses = mean_error(llm, dense)
         assert STEPS.rose > before + 20, dict(STEPS.vllm)
         assert loaded_bytes(llm) <= 1.01 * stock_bytes
-    assert any("float8 weights with scales of" in line for line in lines)
+    said = "int4 weights with a scale" if form in INT4 else "float8 weights with scales of"
+    assert any(said in line for line in lines)
     print(f"{form}: mean error {roses:.2e}, stock vLLM's {stock:.2e}")
     assert roses <= SLACK * stock
 
@@ -92,7 +104,7 @@ def test_errors_are_at_most_stocks(
 @pytest.mark.parametrize(
     "options", [{"max_quantized_rows": 0}, {"max_quantized_rows": 160}, {"quantized_layers": False}], ids=str
 )
-@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel"])
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel", "awq 128 zeros"])
 def test_options(make_engine: MakeEngine, tmp_path: Path, form: str, options: dict[str, Any]) -> None:
     path, dense = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
     with make_engine(model=str(path), **STOCK) as llm:
@@ -102,8 +114,9 @@ def test_options(make_engine: MakeEngine, tmp_path: Path, form: str, options: di
         assert mean_error(llm, dense) <= SLACK * stock
 
 
-def test_adapters(make_engine: MakeEngine, tmp_path: Path) -> None:
-    path, dense = write_pair(tmp_path, "qwen3", "fp8 blocks", **GPU_SIZES)
+@pytest.mark.parametrize("form", ["fp8 blocks", "pack-quantized 128"])
+def test_adapters(make_engine: MakeEngine, tmp_path: Path, form: str) -> None:
+    path, dense = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
     merged = write_random_adapter(dense, tmp_path / "adapter")
     adapter = LoRARequest("an adapter", 1, str(tmp_path / "adapter"))
     lora = {"enable_lora": True, "max_lora_rank": 8}
