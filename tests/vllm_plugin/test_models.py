@@ -525,6 +525,8 @@ OTHER_GROUP = with_group(weights={"group_size": 64}, targets=["re:.*down_proj"])
         ("pack-quantized 128", with_group(weights={"num_bits": 8}), False),
         ("pack-quantized 128", with_group(weights={"type": "float"}), False),
         ("pack-quantized 128", with_group(weights={"group_size": 16}), False),
+        ("pack-quantized 128", with_group(weights={"strategy": "tensor", "group_size": None}), False),
+        ("pack-quantized 128", {"transform_config": {"config_groups": {}}}, False),
         ("pack-quantized 128", with_group(input_activations=INT8_TOKENS), False),
         (
             "pack-quantized 128",

@@ -394,6 +394,18 @@ def test_language_models_of_other_sizes_beside_the_same_encoder_are_told_apart(
     assert keys[0] != keys[1]
 
 
+def test_models_whose_weights_are_stored_otherwise_are_told_apart(make_config: MakeConfig) -> None:
+    config = make_gpu_config(make_config)
+    keys = [pending_kernels._key(config)]
+    config.model_config.quantization = "fp8_per_tensor"
+    keys.append(pending_kernels._key(config))
+    for size in (64, 128):
+        fields = {"quant_method": "awq", "group_size": size}
+        config.model_config.hf_text_config = SimpleNamespace(quantization_config=fields)
+        keys.append(pending_kernels._key(config))
+    assert all(key not in keys[:index] for index, key in enumerate(keys))
+
+
 def test_a_start_survives_what_goes_wrong(
     make_config: MakeConfig, pool: type[Pool], rose_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

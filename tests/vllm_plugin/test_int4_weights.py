@@ -1,0 +1,74 @@
+"""What Rose's method for int4 weights refuses, and what it leaves to vLLM's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.errors import IntegrityError, ModelError, ShapeError
+from rose_backend.kernels.linear.int4_formats import AWQ
+from rose_backend.vllm_plugin.models.int4_weights import METHODS, Int4Scheme, RoseInt4Method
+
+SCHEME = Int4Scheme(AWQ, 128, has_zeros=True)
+
+
+def made(name: str, **attributes: Any) -> Any:
+    return type(name, (SimpleNamespace,), {})(**attributes)
+
+
+def module_of(method: str, scheme: str = "CompressedTensorsWNA16", *, depth: int = 256) -> Any:
+    """Return a module of 16 outputs with such a method of vLLM's, and with what AWQ stores."""
+    module: Any = torch.nn.Module()
+    module.prefix, module.bias = "model.layers.0.mlp.down_proj", None
+    module.output_size_per_partition, module.input_size_per_partition = 16, depth
+    module.quant_method = made(method, create_weights=lambda *args, **options: (args, options))
+    module.scheme = made(scheme)
+    tensors = {
+        "qweight": torch.zeros(depth, 2, dtype=torch.int32),
+        "qzeros": torch.zeros(depth // 128, 2, dtype=torch.int32),
+        "scales": torch.ones(depth // 128, 16),
+    }
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vllms_method_makes_parameters(method: str) -> None:
+    module = module_of(method)
+    rose = RoseInt4Method(module, SCHEME, packs=True, gated=False)
+    assert module.quant_method is rose
+    assert rose.create_weights(module, 3, params_dtype=4) is None
+    with pytest.raises(IntegrityError, match="down_proj: a linear module of Rose's layers was called"):
+        rose.apply(module, torch.zeros(1, 256))
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "named"),
+    [
+        ("AutoGPTQMarlinLinearMethod", "", "AutoGPTQMarlinLinearMethod"),
+        (
+            "CompressedTensorsLinearMethod",
+            "CompressedTensorsWNA8Int",
+            "CompressedTensorsLinearMethod with CompressedTensorsWNA8Int",
+        ),
+    ],
+)
+def test_methods_that_are_not_known_are_refused(method: str, scheme: str, named: str) -> None:
+    module = module_of(method, scheme)
+    kept = module.quant_method
+    with pytest.raises(ModelError, match=f"down_proj: Rose's layers do not take int4 weights of {named}$"):
+        RoseInt4Method(module, SCHEME, packs=True, gated=False)
+    assert module.quant_method is kept
+
+
+def test_depths_that_groups_do_not_divide_are_refused() -> None:
+    module = module_of(METHODS[-1], depth=300)
+    rose = RoseInt4Method(module, SCHEME, packs=True, gated=False)
+    with pytest.raises(ShapeError, match="scales: expected one for"):
+        rose.process_weights_after_loading(module)
+    # Nothing was replaced.
+    assert module.qweight.dtype is torch.int32
