@@ -22,7 +22,7 @@ from tests.support.half_precision import judge, logprob_errors, mixed_prompts
 from tests.support.llama_checkpoints import VOCAB_SIZE
 from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.random_checkpoints import write_random_adapter
-from tests.support.vllm_engines import has_roses_layers, inputs_of, runner_of
+from tests.support.vllm_engines import has_roses_layers, inputs_of, needs_two_gpus, runner_of
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +134,21 @@ def test_a_weight_that_is_no_number_leaves_products_to_vllm(make_engine: MakeEng
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with make_engine(model=str(path), **{**ROSE, "enforce_eager": True}) as llm:
         assert has_roses_layers(llm) and runner_of(llm).model._max_packed_rows == 0
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("form", ["pack-quantized 128", "awq 128 zeros"])
+def test_two_gpus(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    lines: list[str] = []
+    monkeypatch.setattr(config_hook, "log_once", lines.append)
+    path, dense = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
+    with make_engine(model=str(path), **STOCK, tensor_parallel_size=2) as llm:
+        stock = mean_error(llm, dense)
+    with make_engine(model=str(path), **ROSE, tensor_parallel_size=2) as llm:
+        roses = mean_error(llm, dense)
+    assert any("int4 weights with a scale" in line for line in lines)
+    print(f"{form}: mean error {roses:.2e}, stock vLLM's {stock:.2e}")
+    assert roses <= SLACK * stock

@@ -15,7 +15,7 @@ from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import judge, logprob_errors
 from tests.support.llama_checkpoints import VOCAB_SIZE
 from tests.support.quantized_checkpoints import INT4_FORMATS, KEPT, write_pair
-from tests.support.quantized_engines import GREEDY, assert_right, complete, linears
+from tests.support.quantized_engines import GREEDY, assert_right, complete, linears, linears_of
 from tests.support.random_checkpoints import write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
 from tests.support.vllm_engines import inputs_of, runner_of
@@ -163,3 +163,35 @@ def test_adapters(
         assert_right(merged, prompts, answers[: len(prompts)])
         assert_right(dense, prompts, answers[len(prompts) :])
         assert bool(packed) == (rows is None)
+
+
+def weights_and_reductions(worker: Any) -> tuple[list[str], bool]:
+    model = worker.model_runner.model
+    kinds = [type(linear.weight).__name__ for _, _, linear in linears_of(model)]
+    return kinds, model._all_reduce is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    # Of the second, ranks have a part of a row each, and all have its scale.
+    [("llama-biases", "awq 128 zeros"), ("qwen3", "pack-quantized all zeros")],
+)
+def test_ranks_have_a_part_of_each_weight(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Prompts,
+    family: str,
+    form: str,
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    # Halves of whole groups.
+    path, dense = write_pair(tmp_path, family, form, hidden_size=512, intermediate_size=512)
+    # Steps of more rows than Rose's kernel takes, and of fewer.
+    options = {"tensor_parallel_size": 2, "additional_config": {"rose": {"max_quantized_rows": 8}}}
+    with make_engine(model=str(path), **options) as llm:
+        ((kinds, reduces), other) = llm.collective_rpc(weights_and_reductions)
+        assert kinds == ["Int4Weight"] * 7 + ["Tensor"] and reduces and other == (kinds, reduces)
+        assert_right(dense, prompts, complete(llm, prompts))
+        assert_right(dense, prompts[:3], complete(llm, prompts[:3]))

@@ -39,7 +39,7 @@ def module_of(method: str, scheme: str = "CompressedTensorsWNA16", *, depth: int
 @pytest.mark.parametrize("method", METHODS)
 def test_vllms_method_makes_parameters(method: str) -> None:
     module = module_of(method)
-    rose = RoseInt4Method(module, SCHEME, packs=True, gated=False)
+    rose = RoseInt4Method(module, SCHEME, max_rows=64, packs=True, gated=False)
     assert module.quant_method is rose
     assert rose.create_weights(module, 3, params_dtype=4) is None
     with pytest.raises(IntegrityError, match="down_proj: a linear module of Rose's layers was called"):
@@ -61,13 +61,13 @@ def test_methods_that_are_not_known_are_refused(method: str, scheme: str, named:
     module = module_of(method, scheme)
     kept = module.quant_method
     with pytest.raises(ModelError, match=f"down_proj: Rose's layers do not take int4 weights of {named}$"):
-        RoseInt4Method(module, SCHEME, packs=True, gated=False)
+        RoseInt4Method(module, SCHEME, max_rows=64, packs=True, gated=False)
     assert module.quant_method is kept
 
 
 def test_depths_that_groups_do_not_divide_are_refused() -> None:
     module = module_of(METHODS[-1], depth=300)
-    rose = RoseInt4Method(module, SCHEME, packs=True, gated=False)
+    rose = RoseInt4Method(module, SCHEME, max_rows=64, packs=True, gated=False)
     with pytest.raises(ShapeError, match="scales: expected one for"):
         rose.process_weights_after_loading(module)
     # Nothing was replaced.

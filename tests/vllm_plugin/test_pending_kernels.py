@@ -580,6 +580,8 @@ def test_attention_of_random_steps(gpu_config: Callable[..., Any], case: str) ->
         ("qwen3", H100, {"additional_config": {"rose": {"fused_mlp": False}}}),
         ("qwen3", H100, {"quantization": "fp8_per_block", "dtype": "bfloat16"}),
         ("llama-biases", H100, {"quantization": "fp8_per_channel", "max_num_seqs": 256}),
+        ("llama-biases", H100, {"form": "awq 128 zeros", "dtype": "bfloat16"}),
+        ("qwen3", A100, {"form": "pack-quantized 32", "tensor_parallel_size": 2, "dtype": "float16"}),
     ],
 )
 def test_layers_of_random_steps(
@@ -591,7 +593,13 @@ def test_layers_of_random_steps(
     options: dict[str, Any],
 ) -> None:
     Float8OnCpu(monkeypatch)
-    path = write_checkpoint(tmp_path / case, case, hidden_size=1024, intermediate_size=384)
+    take_int4_on_cpu(monkeypatch)
+    sizes = {"hidden_size": 1024, "intermediate_size": 384}
+    options = dict(options)
+    form = options.pop("form", None)
+    path = write_checkpoint(tmp_path / case, case, **sizes) if form is None else tmp_path / case
+    if form is not None:
+        path, _ = write_pair(path, case, form, **sizes)
     config = gpu_config(model=str(path), **options)
     with set_current_vllm_config(config):
         layer = RoseAttentionImpl(16, 128, 128**-0.5, 8)

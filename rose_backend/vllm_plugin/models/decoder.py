@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.config import VllmConfig
@@ -25,7 +25,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -56,8 +56,8 @@ from rose_backend.layers.linear import (
 )
 from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_float8_rows
 from rose_backend.vllm_plugin.models.int4_weights import (
-    Int4Scheme,
     RoseInt4Method,
+    added_bias,
     int4_scheme,
     max_int4_rows,
 )
@@ -67,6 +67,8 @@ from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 Keep = Callable[[str, torch.Tensor], None]
+Product: TypeAlias = "RoseLinearMethod | LoadedFloat8 | RoseInt4Method"
+Use = Callable[..., Product]
 
 
 class LoadedLayer:
@@ -74,19 +76,18 @@ class LoadedLayer:
 
     Args:
         layer: vLLM's ``LlamaDecoderLayer`` or one like it.
-        scheme: of its int4 weights; None: it has none.
+        use_quantized: of modules that are quantized, given as ``RoseLinearMethod`` is.
         packs: prepare it for small batches; see ``layers.linear.pack_layer``.
         keep: registers a tensor that no checkpoint has, by its name; see ``RoseConstants``.
     """
 
-    def __init__(self, layer: Any, scheme: Int4Scheme | None, *, packs: bool, keep: Keep) -> None:
+    def __init__(self, layer: Any, use_quantized: Use, *, packs: bool, keep: Keep) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention, self._mlp = attention, mlp
-        self.products: list[RoseLinearMethod | LoadedFloat8 | RoseInt4Method] = []
+        self.products: list[Product] = []
         for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            use = LoadedFloat8 if scheme is None else partial(RoseInt4Method, scheme=scheme)
-            if isinstance(module.quant_method, UnquantizedLinearMethod):
-                use = RoseLinearMethod
+            is_dense = isinstance(module.quant_method, UnquantizedLinearMethod)
+            use = RoseLinearMethod if is_dense else use_quantized
             self.products.append(use(module, packs=packs, gated=module is mlp.gate_up_proj))
         norms = {"attn": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
         self._norms = [
@@ -212,11 +213,7 @@ class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
                 "whether its rows are packed, too: load it by the model's load_weights, vLLM's reload_weights or a "
                 f"weight update; {KEEP_OPTION} keeps vLLM's layers"
             )
-        # Rank 0 adds the bias that all ranks' sum needs once, as vLLM's module does.
-        is_added = module.bias is not None and not (
-            isinstance(module, RowParallelLinear) and module.tp_rank > 0
-        )
-        weight, bias = module.weight.data, module.bias.data if is_added else None
+        weight, bias = module.weight.data, added_bias(module)
         packed = PackedLinear(weight, bias, None, is_gated=self._gated) if self._packs else None
         return Linear(weight.t(), bias, packed)
 
@@ -384,8 +381,12 @@ class RoseDecoder:
         self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
         self._attention = [layer.self_attn.attn for layer in layers]
         scheme = int4_scheme(vllm_config.quant_config)
+        use_quantized: Use = LoadedFloat8
+        if scheme is not None:
+            max_rows = max_int4_rows(self.rose_switches)
+            use_quantized = partial(RoseInt4Method, scheme=scheme, max_rows=max_rows)
         self._loaded = [
-            LoadedLayer(layer, scheme, packs=packs, keep=partial(self.rose_constants.keep, index))
+            LoadedLayer(layer, use_quantized, packs=packs, keep=partial(self.rose_constants.keep, index))
             for index, layer in enumerate(layers)
         ]
         if packs:

@@ -7,17 +7,23 @@ in their place, module after module, so that each weight is in memory once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import Int4Weight, pack_linear
+from rose_backend.kernels import (
+    Int4Weight,
+    QuantizedActivations,
+    pack_linear,
+    quantized_linear,
+    small_batch_linear,
+)
 from rose_backend.kernels.arguments import INT4_GROUPS
 from rose_backend.kernels.linear.int4_formats import (
     AWQ,
@@ -118,12 +124,10 @@ def _compressed_scheme(quant_config: Any) -> Int4Scheme | None:
     return found.pop() if len(found) == 1 else None
 
 
-def why_int4_stays(vllm_config: VllmConfig) -> str | None:
+def why_int4_stays() -> str | None:
     """Return why vLLM's layers run a model with int4 weights; None if Rose's can."""
     reasons = {
         "int4 weights without a CUDA device": not current_platform.is_cuda(),
-        # Products of a part of a matrix are not Rose's.
-        "int4 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "VLLM_MARLIN_INPUT_DTYPE": envs.VLLM_MARLIN_INPUT_DTYPE is not None,
     }
     return first_reason(reasons)
@@ -134,19 +138,43 @@ def max_int4_rows(options: PluginConfig) -> int:
     return max_packed_int4_rows() if options.max_quantized_rows is None else options.max_quantized_rows
 
 
+def product_alone(
+    weight: Int4Weight,  # [O, E]
+    bias: torch.Tensor | None,  # [O]
+    max_rows: int,
+) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
+    """Return a product for layers that are not packed: by Rose's kernel, too, of at most so many rows."""
+    layer = pack_linear(weight, bias)
+
+    def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "nothing quantizes its input"
+        return small_batch_linear(x, layer) if len(x) <= max_rows else quantized_linear(x, weight, bias)
+
+    return multiply
+
+
+def added_bias(module: Any) -> torch.Tensor | None:
+    """Return the bias that this rank adds, [O]; None: it adds none."""
+    # Rank 0 adds the one that all ranks' sum needs once, as vLLM's module does.
+    is_added = module.bias is not None and not (isinstance(module, RowParallelLinear) and module.tp_rank > 0)
+    return module.bias.data if is_added else None
+
+
 class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
     """One linear module, as vLLM's method of it: what is loaded becomes an ``Int4Weight``.
 
     A reload copies what it makes to where the first one was, as vLLM's reloads do with all that a method makes.
 
     Args:
+        max_rows: of a product by Rose's kernel, where it is not packed.
         packs: prepare it for few decodes.
         gated: it is the first one of a gated MLP.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, module: Any, scheme: Int4Scheme, *, packs: bool, gated: bool) -> None:
+    def __init__(self, module: Any, scheme: Int4Scheme, *, max_rows: int, packs: bool, gated: bool) -> None:
+        self._max_rows = max_rows
         self._module, self._scheme, self._vllms = module, scheme, module.quant_method
         self._packs, self._gated = packs, gated
         names = [type(self._vllms).__name__]
@@ -200,6 +228,7 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         words, scales = getattr(module, form.codes.name).data, getattr(module, form.scales_name).data
         zeros = getattr(module, form.zeros.name).data if self._scheme.has_zeros else None
         weight = Int4Weight(words, scales, zeros, module.input_size_per_partition)
-        bias = None if module.bias is None else module.bias.data
-        packed = pack_linear(weight, bias, gated=self._gated) if self._packs else None
-        return Linear(weight, bias, packed)
+        bias = added_bias(module)
+        if self._packs:
+            return Linear(weight, bias, pack_linear(weight, bias, gated=self._gated))
+        return Linear(weight, bias, many_rows=product_alone(weight, bias, self._max_rows))

@@ -47,7 +47,7 @@ from rose_backend.vllm_plugin.models.float8_weights import (
     float8_scales,
     max_float8_rows,
 )
-from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows, product_alone
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
 
@@ -219,7 +219,7 @@ class RecordedDecoder:
         self._has_adapters = vllm_config.lora_config is not None
         decoder = recorded_layer(vllm_config, layer)
         self._final_norm = decoder.attn_norm
-        if not self._has_ranks and packs_layers(self._switches, _META):
+        if _packs(vllm_config):
             decoder = pack_layer(decoder)
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
@@ -285,7 +285,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         return torch.empty(shape, dtype=model.dtype, device=_META)
 
     lora, scales = vllm_config.lora_config, float8_scales(vllm_config.quant_config)
-    scheme = int4_scheme(vllm_config.quant_config)
+    scheme, options = int4_scheme(vllm_config.quant_config), rose_options(vllm_config)
 
     def linear(fan_in: int, bias: bool, *widths: int) -> Linear:
         adapters, fan_out = None, sum(widths)
@@ -306,7 +306,9 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
                 quantization=expected_quantization(scales, fan_in),
             )
         if scheme is not None:
-            return Linear(scheme.empty(fan_out, fan_in, model.dtype, _META), given_bias, adapters=adapters)
+            weight = scheme.empty(fan_out, fan_in, model.dtype, _META)
+            alone = None if _packs(vllm_config) else product_alone(weight, given_bias, max_int4_rows(options))
+            return Linear(weight, given_bias, adapters=adapters, many_rows=alone)
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
     norm = Norm(empty(width), None, 1e-6)
@@ -320,6 +322,12 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         head_norm,
         head_norm,
     )
+
+
+def _packs(vllm_config: VllmConfig) -> bool:
+    """Whether ``RoseDecoder`` packs its layers."""
+    has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+    return not has_ranks and packs_layers(rose_options(vllm_config), _META)
 
 
 def _float8_weight(fan_out: int, fan_in: int, scales: str) -> Float8Weight:
