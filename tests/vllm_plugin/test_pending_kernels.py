@@ -293,6 +293,8 @@ def test_products_with_int4_weights_are_recorded(
     assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
     options = {"additional_config": {"rose": {"max_quantized_rows": 0}}}
     assert [bool(each) for each in recorded(dtype="float16", **options).values()] == [False, True]
+    # A rank's products are by both kernels, too.
+    assert all(recorded(dtype="bfloat16", tensor_parallel_size=2).values())
 
 
 @pytest.mark.parametrize(("form", "by_row"), [("fp8 blocks", False), ("compressed-tensors channel", True)])
