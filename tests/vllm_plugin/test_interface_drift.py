@@ -106,9 +106,9 @@ from rose_backend.vllm_plugin.attention.backend import (
 from rose_backend.vllm_plugin.captured_processors import SAMPLING_PARAMETERS
 from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.models import decoder, float8_weights, int4_weights
+from rose_backend.vllm_plugin.models import decoder, float8_weights, int4_method
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
-from rose_backend.vllm_plugin.models.int4_weights import RoseInt4Method
+from rose_backend.vllm_plugin.models.int4_method import RoseInt4Method
 from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
@@ -826,7 +826,7 @@ def test_int4_weights_are_made_by_the_methods_that_are_known() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
     owners = (auto_awq, auto_gptq, compressed_tensors)
-    for name in int4_weights.METHODS:
+    for name in int4_method.METHODS:
         assert any(hasattr(owner, name) for owner in owners), name
     for name in ("create_weights", "process_weights_after_loading", "apply"):
         assert_accepts(getattr(RoseInt4Method, name), getattr(LinearMethodBase, name), name)
@@ -835,7 +835,7 @@ def test_int4_weights_are_made_by_the_methods_that_are_known() -> None:
         auto_awq.AutoAWQMarlinLinearMethod: AWQ,
         auto_awq.AutoAWQLinearMethod: AWQ,
         auto_gptq.AutoGPTQLinearMethod: GPTQ_V2,
-        getattr(schemes, int4_weights.SCHEME): COMPRESSED_TENSORS,
+        getattr(schemes, int4_method.SCHEME): COMPRESSED_TENSORS,
     }
     for maker, form in makers.items():
         source = inspect.getsource(maker.create_weights)
@@ -846,7 +846,7 @@ def test_int4_weights_are_made_by_the_methods_that_are_known() -> None:
     assert "zero_points=False" in inspect.getsource(auto_gptq.AutoGPTQLinearMethod.create_weights)
     # A method for activations in 8 bits is another one.
     scheme = inspect.getsource(compressed_tensors.CompressedTensorsConfig._get_scheme_from_parts)
-    assert scheme.count(f"return {int4_weights.SCHEME}(") == 1
+    assert scheme.count(f"return {int4_method.SCHEME}(") == 1
 
 
 def test_vllms_kernels_multiply_what_they_have_quantized(make_config: MakeConfig) -> None:

@@ -7,7 +7,7 @@ Weights stay where vLLM has put them, so that each is in memory once and capture
 are packed, the rows of the two parts of a gated MLP take turns. What is loaded first is rearranged when everything is
 loaded. Whatever is loaded later, by whichever of vLLM's entrances, goes through the parameters' weight loaders, which
 write it where its rows belong: no update needs a further call or extra memory. Float8 weights are not rearranged; see
-``float8_weights.py``. Of int4 weights see ``int4_weights.py``.
+``float8_weights.py``. Of int4 weights see ``int4_method.py``.
 """
 
 from __future__ import annotations
@@ -55,12 +55,8 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_float8_rows
-from rose_backend.vllm_plugin.models.int4_weights import (
-    RoseInt4Method,
-    added_bias,
-    int4_scheme,
-    max_int4_rows,
-)
+from rose_backend.vllm_plugin.models.int4_method import RoseInt4Method, added_bias
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels

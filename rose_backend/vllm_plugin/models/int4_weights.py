@@ -1,49 +1,19 @@
-"""Int4 weights of vLLM's linear modules for Rose's layers, in the one form that Rose's kernels read.
-
-vLLM's quantization methods make a module's parameters, and its loaders fill them with this rank's part of a checkpoint.
-Where vLLM would rearrange them for a kernel of its own, as Machete's or Marlin's, Rose's method puts an ``Int4Weight``
-in their place, module after module, so that each weight is in memory once.
-"""
+"""Which models with int4 weights Rose's layers take inside vLLM, and how their weights are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from vllm import envs
-from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
-from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import (
-    Int4Weight,
-    QuantizedActivations,
-    pack_linear,
-    quantized_linear,
-    small_batch_linear,
-)
+from rose_backend.kernels import Int4Weight
 from rose_backend.kernels.arguments import INT4_GROUPS
-from rose_backend.kernels.linear.int4_formats import (
-    AWQ,
-    COMPRESSED_TENSORS,
-    GPTQ_V2,
-    Int4Format,
-    StoredInt4,
-    store_int4,
-)
+from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ_V2, Int4Format
 from rose_backend.layers.decoder import max_packed_int4_rows
-from rose_backend.layers.linear import Linear
 from rose_backend.vllm_plugin.options import first_reason
-
-METHODS = (
-    *("CompressedTensorsLinearMethod", "AutoGPTQLinearMethod"),
-    *("AutoAWQMarlinLinearMethod", "AutoAWQLinearMethod"),
-)
-"""vLLM's, whose parameters are as a checkpoint has them until they are processed."""
-SCHEME = "CompressedTensorsWNA16"
-"""The one of vLLM's compressed-tensors method that multiplies such weights by activations in 16 bits."""
 
 
 class Int4Scheme(NamedTuple):
@@ -136,99 +106,3 @@ def why_int4_stays() -> str | None:
 def max_int4_rows(options: PluginConfig) -> int:
     """Return how many decodes multiply int4 weights by Rose's kernel as they are."""
     return max_packed_int4_rows() if options.max_quantized_rows is None else options.max_quantized_rows
-
-
-def product_alone(
-    weight: Int4Weight,  # [O, E]
-    bias: torch.Tensor | None,  # [O]
-    max_rows: int,
-) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
-    """Return a product for layers that are not packed: by Rose's kernel, too, of at most so many rows."""
-    layer = pack_linear(weight, bias)
-
-    def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "nothing quantizes its input"
-        return small_batch_linear(x, layer) if len(x) <= max_rows else quantized_linear(x, weight, bias)
-
-    return multiply
-
-
-def added_bias(module: Any) -> torch.Tensor | None:
-    """Return the bias that this rank adds, [O]; None: it adds none."""
-    # Rank 0 adds the one that all ranks' sum needs once, as vLLM's module does.
-    is_added = module.bias is not None and not (isinstance(module, RowParallelLinear) and module.tp_rank > 0)
-    return module.bias.data if is_added else None
-
-
-class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
-    """One linear module, as vLLM's method of it: what is loaded becomes an ``Int4Weight``.
-
-    A reload copies what it makes to where the first one was, as vLLM's reloads do with all that a method makes.
-
-    Args:
-        max_rows: of a product by Rose's kernel, where it is not packed.
-        packs: prepare it for few decodes.
-        gated: it is the first one of a gated MLP.
-    """
-
-    supports_pre_processed_weights = False
-
-    def __init__(self, module: Any, scheme: Int4Scheme, *, max_rows: int, packs: bool, gated: bool) -> None:
-        self._max_rows = max_rows
-        self._module, self._scheme, self._vllms = module, scheme, module.quant_method
-        self._packs, self._gated = packs, gated
-        names = [type(self._vllms).__name__]
-        if names == ["CompressedTensorsLinearMethod"]:
-            names.append(type(module.scheme).__name__)
-        if names[0] not in METHODS or names[1:] not in ([], [SCHEME]):
-            raise ModelError(
-                f"{module.prefix}: Rose's layers do not take int4 weights of {' with '.join(names)}"
-            )
-        module.quant_method = self
-
-    def create_weights(self, *args: Any, **options: Any) -> None:
-        """Leave parameters to vLLM's method."""
-        self._vllms.create_weights(*args, **options)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Put an ``Int4Weight`` in the place of what was loaded.
-
-        Raises:
-            ShapeError: vLLM has loaded tensors that do not fit.
-        """
-        form = self._scheme.form
-        stored = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
-        codes, scales = stored[form.codes.name], stored[form.scales_name]
-        num_rows, depth = self._module.output_size_per_partition, self._module.input_size_per_partition
-        weight = self._scheme.empty(num_rows, depth, scales.dtype, codes.device)
-        weight.check()
-        zeros = None if weight.zeros is None else stored[form.zeros.name]
-        store_int4(weight, slice(None), form, StoredInt4(codes, scales, zeros, None), self._module.prefix)
-        # A known shape stays: vLLM's reloads load it once more when all else is loaded.
-        for name in stored.keys() & {form.codes.name, form.scales_name, form.zeros.name}:
-            delattr(layer, name)
-        for name, tensor in self._tensors(weight).items():
-            layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-
-    def _tensors(self, weight: Int4Weight) -> dict[str, torch.Tensor]:
-        """Return a weight's tensors by the names of those whose place they take."""
-        form = self._scheme.form
-        tensors = {form.codes.name: weight.words, form.scales_name: weight.scales}
-        return tensors if weight.zeros is None else {**tensors, form.zeros.name: weight.zeros}
-
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Refuse: the module is never called, as Rose's layers multiply by its weight."""
-        raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
-
-    def read(self) -> Linear:
-        """Return the product as it is loaded now."""
-        module, form = self._module, self._scheme.form
-        words, scales = getattr(module, form.codes.name).data, getattr(module, form.scales_name).data
-        zeros = getattr(module, form.zeros.name).data if self._scheme.has_zeros else None
-        weight = Int4Weight(words, scales, zeros, module.input_size_per_partition)
-        bias = added_bias(module)
-        if self._packs:
-            return Linear(weight, bias, pack_linear(weight, bias, gated=self._gated))
-        return Linear(weight, bias, many_rows=product_alone(weight, bias, self._max_rows))

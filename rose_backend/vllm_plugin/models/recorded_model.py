@@ -47,7 +47,8 @@ from rose_backend.vllm_plugin.models.float8_weights import (
     float8_scales,
     max_float8_rows,
 )
-from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows, product_alone
+from rose_backend.vllm_plugin.models.int4_method import product_alone
+from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
 

@@ -10,7 +10,8 @@ import torch
 
 from rose_backend.errors import IntegrityError, ModelError, ShapeError
 from rose_backend.kernels.linear.int4_formats import AWQ
-from rose_backend.vllm_plugin.models.int4_weights import METHODS, Int4Scheme, RoseInt4Method
+from rose_backend.vllm_plugin.models.int4_method import METHODS, RoseInt4Method
+from rose_backend.vllm_plugin.models.int4_weights import Int4Scheme
 
 SCHEME = Int4Scheme(AWQ, 128, has_zeros=True)
 
