@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -368,6 +368,19 @@ class VllmStreams(Streaming):
         self._engine.shutdown()
 
 
+class VllmRanks(VllmStreams):
+    """Several engines with requests shared out among them (data parallel), which vLLM's ``LLM`` has not."""
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return seconds and the number of new tokens, as ``Offline`` does."""
+        figures = super().run(requests, sampling)
+        return {"seconds": figures["duration"], "output_tokens": figures["total_output_tokens"]}
+
+
+def _offline_vllm(options: EngineOptions) -> Vllm | VllmRanks:
+    return (VllmRanks if options.extra.get("data_parallel_size", 1) > 1 else Vllm)(options)
+
+
 class VllmServing(VllmStreams):
     """The same with the steps and the event loop of ``vllm serve``."""
 
@@ -392,8 +405,8 @@ def _vllm_facts(config: Any) -> dict[str, Any]:
     }
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "offline": {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang},
+ENGINES: dict[str, dict[str, Callable[[EngineOptions], Any]]] = {
+    "offline": {"rose": Rose, "rose-in-vllm": _offline_vllm, "vllm": _offline_vllm, "sglang": Sglang},
     "streaming": {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams},
     "serving": {"rose": RoseServing, "rose-in-vllm": VllmServing, "vllm": VllmServing},
 }

@@ -545,15 +545,19 @@ def _multiply_int4(
                 # There are codes past the last column, too.
                 x = tl.load(x_ptrs + first, mask=in_x & (first + steps < TILES.K), other=0.0)
             products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
-            if GROUP > 0 and (code + 1) * STEP % GROUP == 0:
+            # Lanes add products one by one: long sums of float32 would lose more than torch's.
+            if GROUP > 0 and (TILES.EXACT or (code + 1) * STEP % GROUP == 0):
                 acc += products * scale[code].to(tl.float32)
+                products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            elif TILES.EXACT:
+                acc += products
                 products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if GROUP > 0:
             # A turn before they are used.
             scale = of_codes(scales[0], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
             zeros = of_codes(scales[3], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
     if GROUP == 0:
-        acc = products
+        acc += products
     return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
 
 
