@@ -709,6 +709,7 @@ def test_parts_never_outgrow_their_scratch(depth: int, columns: int) -> None:
         for tiles in (
             gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=flag),
             gpu.choose_float8_config(rows, columns, depth, split=flag),
+            gpu.choose_int4_config(rows, columns, depth, step=64, exact=False, has_wgmma=flag),
         ):
             num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
             if tiles.split_k > 1:

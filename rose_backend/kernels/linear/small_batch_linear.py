@@ -544,20 +544,19 @@ def _multiply_int4(
             else:
                 # There are codes past the last column, too.
                 x = tl.load(x_ptrs + first, mask=in_x & (first + steps < TILES.K), other=0.0)
-            products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
-            # Lanes add products one by one: long sums of float32 would lose more than torch's.
-            if GROUP > 0 and (TILES.EXACT or (code + 1) * STEP % GROUP == 0):
+            if TILES.USE_DOT:
+                products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
+            else:
+                products += tl.sum(numbers[code][:, None, :].to(tl.float32) * x[None, :, :].to(tl.float32), 2)
+            if GROUP > 0 and (code + 1) * STEP % GROUP == 0:
                 acc += products * scale[code].to(tl.float32)
-                products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            elif TILES.EXACT:
-                acc += products
                 products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if GROUP > 0:
             # A turn before they are used.
             scale = of_codes(scales[0], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
             zeros = of_codes(scales[3], known, num_columns, start + TILES.BLOCK_K, TILES.K, STEP, GROUP)
     if GROUP == 0:
-        acc += products
+        acc = products
     return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
 
 
@@ -937,7 +936,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
         ShapeError: a tile's rows or its depth do not divide those of a block, or the way that float8 numbers are
             multiplied is another one.
     """
-    is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
+    is_plain = config.weights_left and config.warp_split == 1 and not config.use_tma
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
         if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k:
@@ -950,7 +949,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
             f"config: expected weights_left without use_tma and warp_split, and a depth of {4 * form.STEP}, with an "
             f"int4 weight, got {config}"
         )
-    if form.SPLIT and not (is_plain and SCALED_BLOCK % config.block_k == 0):
+    if form.SPLIT and not (is_plain and config.use_dot and SCALED_BLOCK % config.block_k == 0):
         raise ShapeError(
             f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
             f"{SCALED_BLOCK}, where x is split, got {config}"
