@@ -528,6 +528,8 @@ def test_attention_of_random_steps(gpu_config: Callable[..., Any], case: str) ->
         ("qwen3", H100, {"max_num_seqs": 600, "dtype": "bfloat16"}),
         ("qwen2", A100, {"max_num_batched_tokens": 300}),
         ("mistral", H100, {"tensor_parallel_size": 2}),
+        ("llama-biases", H100, {"speculative_config": N_GRAMS}),
+        ("qwen3", H100, {"speculative_config": N_GRAMS | {"num_speculative_tokens": 2}, "max_num_seqs": 1}),
         ("qwen3", H100, {"additional_config": {"rose": {"fused_mlp": False}}}),
         ("qwen3", H100, {"quantization": "fp8_per_block", "dtype": "bfloat16"}),
         ("llama-biases", H100, {"quantization": "fp8_per_channel", "max_num_seqs": 256}),
