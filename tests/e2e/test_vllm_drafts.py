@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
+from vllm.lora.request import LoRARequest
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
@@ -28,13 +29,14 @@ from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.moments import record_moments
 from tests.support.random_checkpoints import VOCAB_SIZE as RANDOM_VOCAB_SIZE
-from tests.support.random_checkpoints import WRITERS
+from tests.support.random_checkpoints import WRITERS, write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
 from tests.support.vllm_engines import (
     NGRAM,
     count_preemptions,
     draft_counts,
     generate,
+    inputs_of,
     manager_of,
     runner_of,
     scheduler_of,
@@ -250,6 +252,32 @@ def test_up_to_the_longest_sequence(
             assert texts_of(prompts, completions) == texts
             assert_right(path, prompts, completions)
             manager_of(llm).check_integrity()
+    assert packed
+
+
+@on_cpu
+def test_beside_adapters(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: list[Any]
+) -> None:
+    path, prompts = write(tmp_path / "model", "qwen3"), parity_prompts(VOCAB_SIZE)[:16]
+    write_random_adapter(path, tmp_path / "adapter")
+    # Every other request has none.
+    requests = [LoRARequest("an adapter", 1, str(tmp_path / "adapter")), None] * (len(prompts) // 2)
+
+    def adapted(llm: Any) -> Texts:
+        outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False, lora_request=requests)
+        return texts_of(prompts, [output.outputs[0] for output in outputs])
+
+    options: dict[str, Any] = {"model": str(path), "max_num_batched_tokens": 300, "enable_lora": True}
+    options |= {"max_loras": 2, "max_lora_rank": 8}
+    with make_engine(**options) as llm:
+        texts = adapted(llm)
+        assert texts != texts_of(prompts, complete(llm, prompts))
+    with make_engine(**options, **n_grams(3)) as llm:
+        assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
+        for drafter in DRAFTERS:
+            draft_as(monkeypatch, texts, drafter)
+            assert adapted(llm) == texts
     assert packed
 
 

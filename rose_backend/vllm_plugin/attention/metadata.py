@@ -247,15 +247,20 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         seq_lens = common.seq_lens
         num_rows = seq_lens.shape[0]
         computed_tokens = self._computed_tokens[:, :num_rows]
+        # As few operations as possible where no row has a prompt: small batches wait for the CPU.
+        decodes_only = first_prefill_row == common.num_reqs
+        if decodes_only and self._has_prefills:
+            self._computed_tokens[1].fill_(-1)
+            self._has_prefills = False
         if common.max_query_len <= 1:
-            if self._has_prefills:
-                self._computed_tokens[1].fill_(-1)
-                self._has_prefills = False
-            # One operation instead of six: small batches wait for the CPU.
             torch.sub(seq_lens, 1, out=computed_tokens[0])
             return computed_tokens
-        self._has_prefills = True
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        if decodes_only:
+            torch.sub(seq_lens, query_lens, out=computed_tokens[0])
+            computed_tokens[0].masked_fill_(query_lens == 0, -1)
+            return computed_tokens
+        self._has_prefills = True
         num_computed = seq_lens - query_lens
         if self.reorder_batch_threshold > 1:
             num_computed.masked_fill_(query_lens == 0, -1)
