@@ -34,7 +34,7 @@ _USUAL_PREFILL_LEN = 256
 @dataclass(slots=True)
 class RoseAttentionMetadata:
     """One step. Rows are requests, decodes first. A row with negative computed tokens is skipped: padding, or a row of
-    the other kind.
+    the other kind. So is one without tokens, where rows may have several.
 
     A graph captured with it is replayed for other steps, so tensors that kernels read keep their addresses. In a graph
     of mixed steps decode and prefill attention both go through all rows, and each finds its own when the graph runs.
@@ -257,8 +257,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             return computed_tokens
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         if decodes_only:
+            # Rows of padding have no tokens, which says the same.
             torch.sub(seq_lens, query_lens, out=computed_tokens[0])
-            computed_tokens[0].masked_fill_(query_lens == 0, -1)
             return computed_tokens
         self._has_prefills = True
         num_computed = seq_lens - query_lens
