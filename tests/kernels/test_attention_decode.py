@@ -393,6 +393,11 @@ def test_padding_and_rows_of_equal_length(implementation: Implementation, length
     check(implementation, make_inputs(lengths, [3] * len(lengths), device=implementation.device), 3)
 
 
+def test_skipped_rows_may_have_any_number_of_tokens(implementation: Implementation) -> None:
+    # As prompts in a step whose decodes are these.
+    check(implementation, make_inputs([5, 17, -1, -1], [3, 2, 20, 4], device=implementation.device), 3)
+
+
 def test_rows_of_at_most_one_token(implementation: Implementation) -> None:
     check(implementation, make_inputs([5, 9, 3, -1], [1, 0, 1, 1], device=implementation.device), 1)
 
