@@ -139,6 +139,7 @@ TABLES = {
     "vllm_adapters_qwen3": Table("inside_vllm", "h200/vllm_adapters_qwen3.json", engines.request_kinds_table),
     "vllm_qwen3_vl": Table("inside_vllm", "h200/vllm_qwen3_vl.json", engines.request_kinds_table),
     "vllm_qwen3_5": Table("inside_vllm", "h200/vllm_qwen3_5.json", engines.request_kinds_table),
+    "vllm_experts_2_ranks": Table("inside_vllm", "h200/vllm_experts_2_ranks.json", _offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),

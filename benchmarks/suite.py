@@ -48,6 +48,7 @@ _GEMMA3 = "--shape gemma-3-4b --dtype bfloat16 --kv-cache-tokens 163840"
 _GPT_OSS = "--shape gpt-oss-20b --dtype bfloat16 --kv-cache-tokens 163840"
 _STREAMS = f"{_ONLINE} streams --backends rose rose-in-vllm vllm --dtype bfloat16 --prompts 300"
 _POISSON = "--requests 512 --seconds 3 --repeats 3"
+_TWO_RANKS = '{"data_parallel_size":2,"enable_expert_parallel":true}'
 _SHARED_PREFIXES = f"{_ONLINE} poisson --sets shared-prefix --loads 0.25 0.5 0.75 1.0 {_POISSON}"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
@@ -145,6 +146,12 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--start-at-once --engine-options "
         '\'rose-in-vllm={"kv_cache_memory_bytes":18000000000,"gdn_prefill_backend":"triton"}\' '
         '--engine-options \'vllm={"kv_cache_memory_bytes":18000000000,"gdn_prefill_backend":"triton"}\'',
+        _INSIDE_VLLM,
+    ),
+    "vllm_experts_2_ranks": (
+        f"{_OFFLINE} --backends rose-in-vllm vllm --shape qwen3-30b-a3b-12-layers --dtype bfloat16 "
+        "--kv-cache-tokens 163840 --scenes decode --batches 1 32 256 --cases greedy --repeats 3 "
+        f"--engine-options 'rose-in-vllm={_TWO_RANKS}' --engine-options 'vllm={_TWO_RANKS}'",
         _INSIDE_VLLM,
     ),
     # Not published from an H200 yet.

@@ -50,7 +50,6 @@ from rose_backend.kernels.tuning.choices import (
     choose_linear_config,
     decode_tuning,
 )
-from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
 
@@ -94,7 +93,6 @@ class Cuts:
             mock.patch.object(linear_gpu, "choose_float8_config", choose),
             mock.patch.object(linear_gpu, "choose_int4_config", choose),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
-            mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: MAX_ROWS),
         ):
             yield
 
@@ -127,6 +125,10 @@ class Step:
         """Return the hidden states behind the final norm."""
         hidden: torch.Tensor = self.model.forward(self.ids, self.positions, self.cache, self.metadata)
         return hidden
+
+    def by_library(self) -> Any:
+        """Return a context in which a library multiplies."""
+        return mock.patch.object(self.model, "_decoder", replace(self.model._decoder, max_packed_rows=0))
 
     @property
     def weight(self) -> Weight:
@@ -339,6 +341,7 @@ def int4_candidates(rows: int, columns: int, depth: int, *, step: int) -> list[L
     """
     block_m = min(max(triton.next_power_of_2(rows), 8), 64)
     cuts = [(64, 2, 3), (64, 2, 4), (64, 2, 6), (32, 1, 4), (32, 1, 6), (32, 2, 4), (128, 4, 3), (128, 4, 4)]
+    cuts += [(16, 1, 6), (64, 4, 3), (64, 4, 4)]
     if rows > 16:
         cuts = [(64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)]
     heights = (block_m,) if rows <= 16 else (block_m // 2, block_m)
@@ -363,20 +366,27 @@ def _divided(
     return [each for each in found if each.num_tiles(rows, columns) * each.split_k >= MIN_PROGRAMS]
 
 
+def _load(path: str) -> Any:
+    """Return a model whose layers' own kernels multiply any number of rows."""
+    model = load_model(path, device="cuda")
+    model._decoder = replace(model._decoder, max_packed_rows=MAX_ROWS)
+    return model
+
+
 _model: Any = None
 
 
 def _start_worker(path: str) -> None:
     """Keep a model of two layers in this process."""
     global _model
-    _model = load_model(path, device="cuda")
+    _model = _load(path)
 
 
 @functools.cache
 def _small_step(rows: int, context: Context) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
     step = Step(_model, rows, context)
-    with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
+    with step.by_library():
         library = step.run().float()
     with step.cuts_in_use().in_force():
         error = float((step.run().float() - library).norm() / library.norm())
@@ -412,7 +422,7 @@ class Search:
         self.best = step.cuts_in_use()
         pool.submit(self._try, self.best).result()
         self.in_use_us = self.fastest_us = self.time(self.best)
-        with mock.patch.object(decoder, "max_packed_rows", lambda *_, **__: 0):
+        with step.by_library():
             self.library_us = self._time()
         self.wrong: list[str] = []
         self.tried: dict[str, list[tuple[float, str]]] = {}
@@ -594,7 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as path, tempfile.TemporaryDirectory() as small_path:
         _write_model(Path(path), options.shape, options.layers)
         _write_model(Path(small_path), options.shape, 2)
-        model = load_model(path, device="cuda")
+        model = _load(path)
         with ProcessPoolExecutor(
             options.processes, get_context("spawn"), _start_worker, (small_path,)
         ) as pool:

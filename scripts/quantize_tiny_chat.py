@@ -1,6 +1,7 @@
-"""Quantize models/tiny-qwen3-chat to float8, in the format and by the scheme FP8_DYNAMIC of llm-compressor.
+"""Quantize models/tiny-qwen3-chat, in the format and by the schemes FP8_DYNAMIC and W4A16 of llm-compressor.
 
-    python scripts/quantize_tiny_chat.py --output models/tiny-qwen3-chat-fp8
+    python scripts/quantize_tiny_chat.py --scheme FP8_DYNAMIC --output models/tiny-qwen3-chat-fp8
+    python scripts/quantize_tiny_chat.py --scheme W4A16 --output models/tiny-qwen3-chat-w4a16
 
 Rounding and packing are done by compressed-tensors, the package that llm-compressor uses and vLLM depends on.
 """
@@ -28,6 +29,8 @@ from tiny_chat.conversations import conversations
 from tiny_gpt2.training import validation_loss
 from train_tiny_chat import as_stream
 
+SCHEMES = ("FP8_DYNAMIC", "W4A16")
+"""e4m3 with a scale for each output channel, and activations, too; 4 bits, symmetric, with one for 128 columns."""
 SOURCE = Path(__file__).resolve().parents[1] / "models" / "tiny-qwen3-chat"
 COPIED = (
     *("config.json", "generation_config.json"),
@@ -35,20 +38,22 @@ COPIED = (
 )
 
 
-def quantize(source: Path, output: Path) -> None:
-    """Write a float8 form of a checkpoint: e4m3 weights with a scale for each output channel.
+def quantize(source: Path, output: Path, scheme: str) -> None:
+    """Write a checkpoint with linear layers quantized by one of ``SCHEMES``.
 
     Embedding, head and norms stay as they are. The same checkpoint gives the same bytes.
     """
     model = Qwen3ForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
-    apply_quantization_config(
-        model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
-    )
+    group = preset_name_to_scheme(scheme, ["Linear"])
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"]))
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
-            lowest, highest = torch.aminmax(module.weight.detach(), dim=1, keepdim=True)
-            scales, _ = calculate_qparams(lowest, highest, module.quantization_scheme.weights)
+            # Of all columns of an output channel, or of as many as share a scale.
+            columns = module.weight.detach().unflatten(
+                1, (-1, group.weights.group_size or module.in_features)
+            )
+            lowest, highest = torch.aminmax(columns, dim=2)
+            scales, _ = calculate_qparams(lowest, highest, group.weights)
             module.weight_scale.data.copy_(scales)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
@@ -60,7 +65,7 @@ def quantize(source: Path, output: Path) -> None:
 
 
 def perplexity(folder: Path, stream: torch.Tensor, *, quantizes_activations: bool = True) -> float:
-    """Return the perplexity of token ids, in float32, for a float8 checkpoint with dequantized weights."""
+    """Return the perplexity of token ids, in float32, for a quantized checkpoint with dequantized weights."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
@@ -69,18 +74,21 @@ def perplexity(folder: Path, stream: torch.Tensor, *, quantizes_activations: boo
 
 
 def main() -> None:
-    """Write the float8 checkpoint and compare perplexities of held-out conversations."""
+    """Write the checkpoint and compare perplexities of held-out conversations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--scheme", choices=SCHEMES, required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder for the model files")
-    output = parser.parse_args().output
-    quantize(SOURCE, output)
+    options = parser.parse_args()
+    output = options.output
+    quantize(SOURCE, output, options.scheme)
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     stream = torch.tensor(as_stream(tokenizer, conversations(500, 2)))
     weights_alone = perplexity(output, stream, quantizes_activations=False)
     console = Console()
     console.print(f"perplexity of bfloat16 weights: {perplexity(SOURCE, stream):.4f}")
-    console.print(f"of float8 weights: {weights_alone:.4f}")
-    console.print(f"of float8 weights and activations: {perplexity(output, stream):.4f}")
+    console.print(f"of quantized weights: {weights_alone:.4f}")
+    if options.scheme == "FP8_DYNAMIC":
+        console.print(f"of quantized weights and activations: {perplexity(output, stream):.4f}")
 
 
 if __name__ == "__main__":

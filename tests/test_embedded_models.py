@@ -1,4 +1,4 @@
-"""The models in models/: format, size, tokenizer, English and answers, pinned texts, and what float8 changes."""
+"""The models in models/: format, size, tokenizer, English and answers, pinned texts, and what quantization changes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-gpt2"
 CHAT_MODEL = ROOT / "models" / "tiny-qwen3-chat"
 FLOAT8_MODEL = ROOT / "models" / "tiny-qwen3-chat-fp8"
+INT4_MODEL = ROOT / "models" / "tiny-qwen3-chat-w4a16"
+SCHEMES = {FLOAT8_MODEL: "FP8_DYNAMIC", INT4_MODEL: "W4A16"}
+each_quantized = pytest.mark.parametrize("quantized", SCHEMES, ids=["float8", "int4"])
 END_OF_TEXT = "<|endoftext|>"
 PROMPTS = (
     "When the sun rose the next morning, the prince",
@@ -68,8 +71,9 @@ def model() -> Any:
         (MODEL, 3_000_000, {torch.float16}),
         (CHAT_MODEL, 4_000_000, {torch.bfloat16}),
         (FLOAT8_MODEL, 2_000_000, {torch.bfloat16, torch.float8_e4m3fn}),
+        (INT4_MODEL, 1_200_000, {torch.bfloat16, torch.int32, torch.int64}),
     ],
-    ids=["tiny-gpt2", "tiny-qwen3-chat", "tiny-qwen3-chat-fp8"],
+    ids=["tiny-gpt2", "tiny-qwen3-chat", "tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"],
 )
 def test_weights_are_small(model_path: Path, max_bytes: int, dtypes: set[torch.dtype]) -> None:
     path = model_path / "model.safetensors"
@@ -77,9 +81,13 @@ def test_weights_are_small(model_path: Path, max_bytes: int, dtypes: set[torch.d
     tensors = load_file(path)
     assert {tensor.dtype for tensor in tensors.values()} == dtypes
     assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())
-    trained = CHAT_MODEL if model_path == FLOAT8_MODEL else model_path
+    trained = CHAT_MODEL if model_path in SCHEMES else model_path
     num_parameters = read_json("training_log.json", trained)["parameters"]
-    numbers = [tensor.numel() for name, tensor in tensors.items() if not name.endswith("_scale")]
+    numbers = [
+        tensor.numel() * (8 if name.endswith("_packed") else 1)
+        for name, tensor in tensors.items()
+        if not name.endswith(("_scale", "_shape"))
+    ]
     assert sum(numbers) == num_parameters
 
 
@@ -229,7 +237,7 @@ def answers_in_readme(model: Path) -> dict[str, str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", [CHAT_MODEL, FLOAT8_MODEL], ids=["bfloat16", "float8"])
+@pytest.mark.parametrize("model", [CHAT_MODEL, *SCHEMES], ids=["bfloat16", "float8", "int4"])
 def test_it_answers_on_a_gpu(model: Path) -> None:
     ask(model, device="cuda", dtype="bfloat16")
 
@@ -239,14 +247,11 @@ def test_it_answers_as_its_readme_says() -> None:
     assert answers_in_readme(CHAT_MODEL) == read_json("training_log.json", CHAT_MODEL)["answers"]
 
 
-def test_float8_weights_change_the_answers_that_their_readme_names() -> None:
-    answers, float8_answers = (
-        ask(model, device="cpu", dtype="float32") for model in (CHAT_MODEL, FLOAT8_MODEL)
-    )
-    differing = {
-        question: answer for question, answer in float8_answers.items() if answer != answers[question]
-    }
-    assert differing == answers_in_readme(FLOAT8_MODEL)
+@each_quantized
+def test_quantized_weights_change_the_answers_that_their_readme_names(quantized: Path) -> None:
+    answers, of_quantized = (ask(model, device="cpu", dtype="float32") for model in (CHAT_MODEL, quantized))
+    differing = {question: answer for question, answer in of_quantized.items() if answer != answers[question]}
+    assert differing == answers_in_readme(quantized)
 
 
 @torch.inference_mode()
@@ -275,34 +280,42 @@ def losses(model: Path) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(predicted, windows[:, 1:].flatten(), reduction="none")
 
 
-def test_float8_weights_keep_the_perplexity() -> None:
-    perplexity, float8_perplexity = (math.exp(losses(model).mean()) for model in (CHAT_MODEL, FLOAT8_MODEL))
-    assert float8_perplexity == pytest.approx(perplexity, rel=0.01)
+@each_quantized
+def test_quantized_weights_keep_the_perplexity(quantized: Path) -> None:
+    perplexity, of_quantized = (math.exp(losses(model).mean()) for model in (CHAT_MODEL, quantized))
+    assert of_quantized == pytest.approx(perplexity, rel=0.01)
 
 
-def test_float8_weights_are_read_as_compressed_tensors_reads_them(tmp_path: Path) -> None:
+def dequantized(name: str, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a weight's numbers, float32, by compressed-tensors."""
+    packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     quantization = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
-    stored = load_file(FLOAT8_MODEL / "model.safetensors")
-    dense = {
-        name: quantization.dequantize(tensor, stored[f"{name}_scale"].float())
-        if tensor.dtype == torch.float8_e4m3fn
-        else tensor
-        for name, tensor in stored.items()
-        if not name.endswith("_scale")
-    }
+    scales = stored[f"{name}_scale"].float()
+    if f"{name}_packed" not in stored:
+        return quantization.dequantize(stored[name], scales)
+    shape = torch.Size(stored[f"{name}_shape"].tolist())
+    return quantization.dequantize(packing.unpack_from_int32(stored[f"{name}_packed"], 4, shape), scales)
+
+
+@each_quantized
+def test_quantized_weights_are_read_as_compressed_tensors_reads_them(quantized: Path, tmp_path: Path) -> None:
+    stored = load_file(quantized / "model.safetensors")
+    names = {re.sub("_(packed|scale|shape)$", "", name) for name in stored}
+    dense = {name: dequantized(name, stored) if f"{name}_scale" in stored else stored[name] for name in names}
     shutil.copytree(CHAT_MODEL, tmp_path, dirs_exist_ok=True)
     save_file(dense, tmp_path / "model.safetensors", {"format": "pt"})
-    assert ask(tmp_path, device="cpu", dtype="float32") == ask(FLOAT8_MODEL, device="cpu", dtype="float32")
-    torch.testing.assert_close(losses(tmp_path), losses(FLOAT8_MODEL), rtol=1e-4, atol=1e-4)
+    assert ask(tmp_path, device="cpu", dtype="float32") == ask(quantized, device="cpu", dtype="float32")
+    torch.testing.assert_close(losses(tmp_path), losses(quantized), rtol=1e-4, atol=1e-4)
 
 
-def test_the_script_writes_the_float8_model(tmp_path: Path) -> None:
+@each_quantized
+def test_the_script_writes_the_quantized_model(quantized: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from scripts.quantize_tiny_chat import quantize
 
-    quantize(CHAT_MODEL, tmp_path)
+    quantize(CHAT_MODEL, tmp_path, SCHEMES[quantized])
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    shipped = {path.name: path.read_bytes() for path in FLOAT8_MODEL.iterdir() if path.name in written}
+    shipped = {path.name: path.read_bytes() for path in quantized.iterdir() if path.name in written}
     configs = [json.loads(files.pop("config.json")) for files in (written, shipped)]
     for config in configs:  # of compressed-tensors
         del config["quantization_config"]["version"]

@@ -350,7 +350,9 @@ def test_light_modules_import_nothing_heavy(statement: str, tmp_path: Path) -> N
     assert finished.stdout.split() == []
 
 
-@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3-chat", "tiny-qwen3-chat-fp8"])
+@pytest.mark.parametrize(
+    "model", ["tiny-gpt2", "tiny-qwen3-chat", "tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"]
+)
 def test_an_engine_on_a_cpu_works_without_what_only_gpus_and_vllm_need(model: str, tmp_path: Path) -> None:
     # None in sys.modules makes an import fail, wherever it stands.
     code = (

@@ -10,6 +10,7 @@ FAMILIES = {
     "clone": "tests/kernels/test_kv.py",
     "linear": "tests/kernels/test_linear.py",
     "float8": "tests/kernels/test_linear.py",
+    "int4": "tests/kernels/test_linear.py",
     "sampler": "tests/kernels/test_sampling.py",
 }
 """Family -> the tests that have to pass on the device before its figures are compared with those of peers."""
@@ -17,6 +18,6 @@ FAMILIES = {
 
 def cases_of(family: str) -> list[Any]:
     """Return the cases of a family that the table shows, each a ``KernelCase``."""
-    from benchmarks.kernel_cases import float8, kv_cache, layer, sampler
+    from benchmarks.kernel_cases import kv_cache, layer, quantized, sampler
 
-    return (kv_cache.CASES | layer.CASES | float8.CASES | sampler.CASES)[family]
+    return (kv_cache.CASES | layer.CASES | quantized.CASES | sampler.CASES)[family]

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.kernel_cases import case, float8, kv_cache, layer, sampler
+from benchmarks.kernel_cases import case, kv_cache, layer, quantized, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
 from benchmarks.kernel_cases.kv_cache import Heads
 from rose_backend.kernels.kv import ops
@@ -28,7 +28,10 @@ def small_cases(family: str) -> list[KernelCase]:
         "prefill": [kv_cache.prefill_case(HEADS, 2, 32, 32)],
         "clone": [kv_cache.clone_case(3)],
         "linear": [layer.layer_case(3), layer.layer_case(3, layer.QWEN3_06B)],
-        "float8": [float8.float8_case(256, 512, kind, rows) for kind in float8.KINDS for rows in (3, 40)],
+        "float8": [
+            quantized.float8_case(256, 512, kind, rows) for kind in quantized.KINDS for rows in (3, 40)
+        ],
+        "int4": [quantized.int4_case(256, 512, rows) for rows in (3, 300)],
     }[family]
 
 

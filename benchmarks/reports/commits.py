@@ -34,6 +34,7 @@ COMMITS = {
     "ec37daddaca92b8c": "35e2dde",
     "5f1d599ba99f66f6": "2043d2d",
     "ac5b196703977cc8": "8a4036a",
+    "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",

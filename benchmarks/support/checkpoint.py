@@ -13,6 +13,7 @@ import string
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
 LLAMA_8B_FP8, QWEN3_8B_FP8, QWEN3_30B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8", "qwen3-30b-a3b-fp8"
 LLAMA_8B_INT4, LLAMA_8B_AWQ = "llama-8b-int4", "llama-8b-awq"
+QWEN3_30B_12_LAYERS = "qwen3-30b-a3b-12-layers"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
@@ -42,6 +44,7 @@ SHAPES = {
     GEMMA3_4B: "Gemma 3 4B",
     GPT_OSS_20B: "gpt-oss 20B",
     QWEN3_30B: "Qwen3 30B-A3B",
+    QWEN3_30B_12_LAYERS: "Qwen3 30B-A3B with 12 layers",
     QWEN3_VL_4B: "Qwen3-VL 4B",
     QWEN35_4B: "Qwen3.5 4B",
     LLAMA_8B_FP8: "Llama 8B in float8, a scale for each row",
@@ -132,7 +135,7 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool, window: int | Non
     # Rotary positions have no weights: the model is the same with a longer window.
     text.max_position_embeddings = max(text.max_position_embeddings, window or 0)
     torch.manual_seed(0)
-    if shape in (GPT_OSS_20B, QWEN3_30B, *QUANTIZED_FORMATS):
+    if shape in (GPT_OSS_20B, QWEN3_30B, QWEN3_30B_12_LAYERS, *QUANTIZED_FORMATS):
         _write_layer_by_layer(folder, config, QUANTIZED_FORMATS.get(shape))
     else:
         # A billion numbers and more: seconds on a GPU.
@@ -159,6 +162,7 @@ def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
         GEMMA3_4B: gemma3_config,
         GPT_OSS_20B: gpt_oss_config,
         QWEN3_30B: qwen3_moe_config,
+        QWEN3_30B_12_LAYERS: partial(qwen3_moe_config, num_layers=12),
         QWEN3_VL_4B: qwen3_vl_config,
         QWEN35_4B: qwen3_5_config,
         LLAMA_8B_FP8: llama_8b_config,
@@ -252,11 +256,11 @@ def qwen3_8b_config(*, small: bool = False) -> Qwen3Config:
     return config
 
 
-def qwen3_moe_config(*, small: bool = False) -> Qwen3MoeConfig:
-    """Return Qwen3 30B-A3B's layers and vocabulary, with a window of 4,096 tokens."""
+def qwen3_moe_config(*, small: bool = False, num_layers: int = 48) -> Qwen3MoeConfig:
+    """Return Qwen3 30B-A3B's layers, or the first of them, and its vocabulary, with a window of 4,096 tokens."""
     from transformers import Qwen3MoeConfig
 
-    width, num_layers = (128, 2) if small else (2048, 48)
+    width, num_layers = (128, 2) if small else (2048, num_layers)
     return Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=1000 if small else QWEN3_VOCAB_SIZE,

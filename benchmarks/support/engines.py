@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,8 @@ MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sgla
 BLOCK_SIZE = 16
 STEP_BUDGET = "step_budget"
 """The limit of a step's time while prompts arrive: an option of Rose that is off by default, and "auto" of a side."""
+DRAFTS = "drafts"
+"""Speculative decoding, as the engine options ask for it."""
 STEP_MS = "ROSE_BENCHMARK_STEP_MS"
 """Variable of the environment that tells ``host_only_server`` how long a step takes."""
 
@@ -46,8 +48,8 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches, and ``run_ahead``; inside vLLM also ``mixed_graphs``, and ``step_budget``, which is off by
-    default and switched on."""
+    """Rose's switches, and ``run_ahead``; inside vLLM also ``mixed_graphs``, ``drafts``, and ``step_budget``, which is
+    off by default and switched on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 
@@ -91,8 +93,10 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
         chosen["attention_backend"] = "rose"
     elif options.device == "cuda":  # for CPUs vLLM has one only, and names it itself
         chosen["attention_backend"] = "FLASH_ATTN"
-    switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
+    switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs", DRAFTS)]
     extra = dict(options.extra)
+    if DRAFTS in options.switches_off:
+        extra.pop("speculative_config", None)
     if switches:
         changed = {name: "auto" if name == STEP_BUDGET else False for name in switches}
         # Here, too.
@@ -368,6 +372,19 @@ class VllmStreams(Streaming):
         self._engine.shutdown()
 
 
+class VllmRanks(VllmStreams):
+    """Several engines with requests shared out among them (data parallel), which vLLM's ``LLM`` has not."""
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return seconds and the number of new tokens, as ``Offline`` does."""
+        figures = super().run(requests, sampling)
+        return {"seconds": figures["duration"], "output_tokens": figures["total_output_tokens"]}
+
+
+def _offline_vllm(options: EngineOptions) -> Vllm | VllmRanks:
+    return (VllmRanks if options.extra.get("data_parallel_size", 1) > 1 else Vllm)(options)
+
+
 class VllmServing(VllmStreams):
     """The same with the steps and the event loop of ``vllm serve``."""
 
@@ -392,8 +409,8 @@ def _vllm_facts(config: Any) -> dict[str, Any]:
     }
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "offline": {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang},
+ENGINES: dict[str, dict[str, Callable[[EngineOptions], Any]]] = {
+    "offline": {"rose": Rose, "rose-in-vllm": _offline_vllm, "vllm": _offline_vllm, "sglang": Sglang},
     "streaming": {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams},
     "serving": {"rose": RoseServing, "rose-in-vllm": VllmServing, "vllm": VllmServing},
 }

@@ -709,6 +709,7 @@ def test_parts_never_outgrow_their_scratch(depth: int, columns: int) -> None:
         for tiles in (
             gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=flag),
             gpu.choose_float8_config(rows, columns, depth, split=flag),
+            gpu.choose_int4_config(rows, columns, depth, step=64, exact=False, has_wgmma=flag),
         ):
             num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
             if tiles.split_k > 1:
@@ -847,6 +848,11 @@ UNEVEN = [
 ]
 
 
+def dtype_of(shape: tuple[int, int, str]) -> torch.dtype:
+    """Return the type of a shape's numbers: bfloat16 has products of its own with quantized weights."""
+    return torch.bfloat16 if shape in FLOAT8_SHAPES + INT4_SHAPES else HALF
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
@@ -858,8 +864,7 @@ UNEVEN = [
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
-    # Quantized weights become bfloat16 in a way of their own, which the other tests try with small shapes.
-    dtype = torch.bfloat16 if shape in FLOAT8_SHAPES + INT4_SHAPES else HALF
+    dtype = dtype_of(shape)
     case = make_case(256, *shape, dtype, "cuda")
     layer, norm, exact, same_dtype = case.layer, case.next_norm, case.plain(torch.float64), case.plain(dtype)
     for num_x_parts in (1, 16):
@@ -906,7 +911,7 @@ def test_every_kind_of_configuration(rows: int, tiles: dict[str, Any], shape: tu
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
 @pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES + FLOAT8_SHAPES + INT4_SHAPES, ids=str)
 def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
-    case = make_case(rows, *shape, HALF, "cuda")
+    case = make_case(rows, *shape, dtype_of(shape), "cuda")
     case.x = case.x.contiguous()
     layer, given = case.layer, case.given(16)
 

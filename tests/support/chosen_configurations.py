@@ -95,7 +95,7 @@ def shapes() -> dict[str, Shape]:
             top_k=config.num_experts_per_tok if num_experts else 0,
         )
     as_dense_ones = {checkpoint.LLAMA_8B_FP8, checkpoint.QWEN3_30B_FP8}
-    as_dense_ones |= {checkpoint.LLAMA_8B_INT4, checkpoint.LLAMA_8B_AWQ}
+    as_dense_ones |= {checkpoint.LLAMA_8B_INT4, checkpoint.LLAMA_8B_AWQ, checkpoint.QWEN3_30B_12_LAYERS}
     assert set(found) == set(checkpoint.SHAPES) - as_dense_ones
     return found
 

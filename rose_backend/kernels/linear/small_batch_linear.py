@@ -544,7 +544,10 @@ def _multiply_int4(
             else:
                 # There are codes past the last column, too.
                 x = tl.load(x_ptrs + first, mask=in_x & (first + steps < TILES.K), other=0.0)
-            products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
+            if TILES.USE_DOT:
+                products = tl.dot(numbers[code], tl.trans(x), products, input_precision=PRECISION)
+            else:
+                products += tl.sum(numbers[code][:, None, :].to(tl.float32) * x[None, :, :].to(tl.float32), 2)
             if GROUP > 0 and (code + 1) * STEP % GROUP == 0:
                 acc += products * scale[code].to(tl.float32)
                 products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -933,7 +936,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
         ShapeError: a tile's rows or its depth do not divide those of a block, or the way that float8 numbers are
             multiplied is another one.
     """
-    is_plain = config.use_dot and config.weights_left and config.warp_split == 1 and not config.use_tma
+    is_plain = config.weights_left and config.warp_split == 1 and not config.use_tma
     if form.SCALE_ROWS > 1 and config.use_dot:
         rows = config.block_n // 2 if form.HALVES else config.block_n
         if SCALED_BLOCK % rows or SCALED_BLOCK % config.block_k:
@@ -946,7 +949,7 @@ def _checked(config: LinearConfig, form: WeightFormat) -> LinearConfig:
             f"config: expected weights_left without use_tma and warp_split, and a depth of {4 * form.STEP}, with an "
             f"int4 weight, got {config}"
         )
-    if form.SPLIT and not (is_plain and SCALED_BLOCK % config.block_k == 0):
+    if form.SPLIT and not (is_plain and config.use_dot and SCALED_BLOCK % config.block_k == 0):
         raise ShapeError(
             f"config: expected weights_left without use_tma and warp_split, and a depth that divides "
             f"{SCALED_BLOCK}, where x is split, got {config}"
