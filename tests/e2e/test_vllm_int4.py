@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
+from rose_backend import LLM
+from rose_backend import SamplingParams as RoseSamplingParams
 from rose_backend.kernels import Int4Weight
 from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import MakeEngine
@@ -18,11 +21,12 @@ from tests.support.quantized_checkpoints import INT4_FORMATS, KEPT, write_pair
 from tests.support.quantized_engines import GREEDY, assert_right, complete, linears, linears_of
 from tests.support.random_checkpoints import write_random_adapter
 from tests.support.reference_generation import Prompts, parity_prompts
-from tests.support.vllm_engines import inputs_of, runner_of
+from tests.support.vllm_engines import generate, inputs_of, runner_of
 from tests.support.vllm_plugin.int4_on_cpu import take_int4_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_quantized.py is for GPUs")
 
+INT4_MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3-chat-w4a16"
 LOADED = [form for form in INT4_FORMATS if not (form.startswith("gptq") and "zeros" in form)]
 """vLLM takes GPTQ's symmetric checkpoints only."""
 OF_EACH_PACKAGE = ["pack-quantized 128 zeros", "pack-quantized 32", "awq 128 zeros", "gptq 128"]
@@ -163,6 +167,18 @@ def test_adapters(
         assert_right(merged, prompts, answers[: len(prompts)])
         assert_right(dense, prompts, answers[len(prompts) :])
         assert bool(packed) == (rows is None)
+
+
+def test_the_chat_model_answers_as_without_vllm(make_engine: MakeEngine, packed: list[Any]) -> None:
+    prompts: Prompts = tuple(tuple(range(5 + 3 * index, 40 + 5 * index)) for index in range(4))
+    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    with LLM(str(INT4_MODEL), device="cpu", dtype="float32") as alone:
+        outputs = alone.generate(list(map(list, prompts)), RoseSamplingParams(**params))
+        expected = [list(output.outputs[0].token_ids) for output in outputs]
+    with make_engine(model=str(INT4_MODEL)) as llm:
+        outputs = generate(llm, prompts, SamplingParams(**params))
+        assert all(isinstance(linear.weight, Int4Weight) for _, linear in linears(llm))
+    assert packed and [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
 def weights_and_reductions(worker: Any) -> tuple[list[str], bool]:
