@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterator
 from json.encoder import encode_basestring_ascii as _quoted
@@ -240,7 +241,7 @@ def _input_json(arguments: str) -> str:
     if _parsed(arguments) is not None:
         return arguments
     try:
-        return compact_json(_parsed(arguments, is_partial=True) or {})
+        return json.dumps(_parsed(arguments, is_partial=True) or {}, allow_nan=False)
     except ValueError:
-        # An integer of more digits than Python writes.
+        # A number beyond the range of floats, which JSON cannot say as one.
         return "{}"

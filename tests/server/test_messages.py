@@ -410,14 +410,20 @@ def test_keys(tiny_model_path: Path, chat_template: Path, key: str) -> None:
     settings = {"api_keys": ("first-key", "second-key"), "chat_template": str(chat_template)}
     with running_server(tiny_model_path, settings, block_size=16) as server:
         long: Any = {"model": MODEL, "messages": [{"role": "user", "content": "rose " * 40}], "max_tokens": 1}
-        for how in ({"api_key": key}, {"auth_token": key, "api_key": None}):
-            client(server, **how).messages.create(**long)
+
+        def cached(**headers: str) -> int:
+            answer = server.http.post(PATH, json=long, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return int(answer.json()["usage"]["cache_read_input_tokens"])
+
         # The same key has the same prefix cache, however it is sent, and no other key has.
-        cached = client(server, api_key=key).messages.create(**long).usage.cache_read_input_tokens
+        assert not cached(**{"x-api-key": key})
+        assert client(server, api_key=key).messages.create(**long).usage.cache_read_input_tokens
+        assert cached(**{"x-api-key": key})
         other = {"first-key": "second-key", "second-key": "first-key"}[key]
-        assert (
-            cached and not client(server, api_key=other).messages.create(**long).usage.cache_read_input_tokens
-        )
+        assert not cached(**{"x-api-key": other})
+        # A bearer token is what counts beside it.
+        assert cached(**{"x-api-key": "none", "authorization": f"Bearer {other}"})
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             client(server, api_key="third-key").messages.create(**long)
         wrong = {"x-api-key": key, "authorization": "Bearer third-key", "content-type": "application/json"}
@@ -643,6 +649,7 @@ def test_reasons_of_an_end(text: str, end: dict[str, Any], reason: str | None, s
         ('{"a": 1}}', {"a": 1}),
         ('{"a": ' + "[" * 500, {}),
         ('{"a": ' + "9" * 5000 + ', "b": 1', {}),
+        ('{"a": 1e999, "b": 1', {}),
     ],
 )
 def test_arguments_become_an_object(arguments: str, expected: dict[str, Any]) -> None:
