@@ -27,7 +27,9 @@ from rose_backend.server.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -39,6 +41,8 @@ ROUTES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -35,7 +35,9 @@ from rose_backend.server.protocol import (
     NOT_SUPPORTED,
     ChatCompletionRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -113,6 +115,8 @@ BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -121,6 +125,8 @@ VLLM_BODIES = {
     "/v1/completions": ("openai.completion", "CompletionRequest"),
     "/v1/chat/completions": ("openai.chat_completion", "ChatCompletionRequest"),
     "/v1/responses": ("openai.responses", "ResponsesRequest"),
+    "/v1/messages": ("anthropic", "AnthropicMessagesRequest"),
+    "/v1/messages/count_tokens": ("anthropic", "AnthropicCountTokensRequest"),
     "/tokenize": ("serve.tokenize", "TokenizeCompletionRequest", "TokenizeChatRequest"),
     "/detokenize": ("serve.tokenize", "DetokenizeRequest"),
 }

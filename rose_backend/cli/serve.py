@@ -95,8 +95,8 @@ def add_serve_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, OpenAI-compatible",
-        description="Serve /v1/completions, /v1/chat/completions, /v1/responses and more. SIGTERM or Ctrl-C lets "
-        "running requests finish; a second one stops at once.",
+        description="Serve /v1/completions, /v1/chat/completions, /v1/responses, Anthropic's /v1/messages and more. "
+        "SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.",
     )
     parser.add_argument("path", nargs="?", metavar="PATH", help="local directory or Hugging Face id")
     parser.add_argument("--model", metavar="PATH", help="the same as PATH")

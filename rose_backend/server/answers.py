@@ -501,6 +501,15 @@ class ChatAnswer(Answer):
         if completion.finished:
             self._add(index, parser.end(), add)
 
+    def _new_parts(self, completion: CompletionOutput) -> Iterator[Part | str]:
+        """Yield what is new in the only completion, and a pause after each piece of work."""
+        parts: list[Part] = []
+        for pause in self._parse(0, completion, parts.append):
+            yield from parts
+            parts.clear()
+            yield pause
+        yield from parts
+
     def _add(self, index: int, parts: list[Part], add: Callable[[Part], object]) -> None:
         for part in parts:
             if part.kind == "name" and self._parsers[index].ends_with_calls:

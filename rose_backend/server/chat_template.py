@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import reprlib
 import sys
@@ -85,6 +86,17 @@ class ChatTemplate:
                 "messages",
                 f"{self._missing}; use /v1/completions, or start the server with --chat-template FILE",
             )
+
+    @functools.cached_property
+    def takes_instructions_in_front_only(self) -> bool:
+        """Whether the template refuses a system message behind others."""
+        roles = ("system", "user", "system", "user")
+        messages = [{"role": role, "content": "?"} for role in roles]
+        try:
+            self._render(messages, sys.maxsize, {"add_generation_prompt": False})
+        except Exception:  # a template is a program, and may fail in any way
+            return True
+        return False
 
     def render(
         self,

@@ -1,4 +1,7 @@
-"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``, and their HTTP status."""
+"""Errors and their HTTP status, in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``.
+
+At ``/v1/messages`` and below they are in Anthropic's: ``{"type": "error", "error": {"type", "message"}}``.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,13 @@ EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, GenerationError
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TYPE_OF_STATUS = {429: "rate_limit_error"}
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
 # pydantic puts the branches of a union into an error's path; these are not fields.
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
@@ -48,9 +58,11 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
-    def response(self) -> Response:
-        """Return the answer."""
-        return Response(self._json(), self.status_code, self.headers, media_type="application/json")
+    def response(self, path: str = "") -> Response:
+        """Return the answer to a request for ``path``, which may not be known."""
+        is_message = path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+        content = json.dumps(self.messages_body() if is_message else self.body()).encode()
+        return Response(content, self.status_code, self.headers, media_type="application/json")
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return OpenAI's error object, as an answer has it."""
@@ -63,12 +75,15 @@ class ApiError(HTTPException):
         }
         return {"error": error}
 
+    def messages_body(self) -> dict[str, Any]:
+        """Return Anthropic's error object, as an answer has it."""
+        fallback = "api_error" if self.status_code >= 500 else _INVALID
+        kind = _MESSAGES_TYPE_OF_STATUS.get(self.status_code, fallback)
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
+
     def event(self) -> bytes:
         """Return the event that ends a stream; OpenAI's clients raise when they get it."""
-        return b"data: " + self._json() + b"\n\n"
-
-    def _json(self) -> bytes:
-        return json.dumps(self.body()).encode()
+        return b"data: " + json.dumps(self.body()).encode() + b"\n\n"
 
 
 def as_api_error(error: Exception, what: str = "request") -> ApiError:
@@ -137,7 +152,7 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's format."""
+    """Answer every error in the format of its path."""
     for expected in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(expected, answer_error)
 
@@ -148,7 +163,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)
     answer = as_api_error(error, f"{request.method} {request.url.path}")
     request.state.record.error = answer.detail
-    return answer.response()
+    return answer.response(request.url.path)
 
 
 def _field_path(error: Mapping[str, Any]) -> str:

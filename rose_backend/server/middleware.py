@@ -35,16 +35,15 @@ from rose_backend.server.error_answers import (
     describe_validation_errors,
 )
 from rose_backend.server.protocol import Body, check_number_of_fields, refused
-from rose_backend.server.service import RequestRecord, Service
+from rose_backend.server.service import RequestRecord, Service, given_key
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_AFTER_S, ServerSettings
 
 logger = logging.getLogger(__name__)
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-ROUTES = GENERATING_ROUTES | {
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_COUNTING_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES) | {
     "/v1/models",
-    "/tokenize",
-    "/detokenize",
     "/health",
     "/ping",
     "/version",
@@ -52,7 +51,7 @@ ROUTES = GENERATING_ROUTES | {
     "/openapi.json",
     "/docs",
 }
-READ_ROUTES = ROUTES - GENERATING_ROUTES - {"/tokenize", "/detokenize"}
+READ_ROUTES = ROUTES - GENERATING_ROUTES - _COUNTING_ROUTES
 """Routes of GET, which also answer HEAD."""
 OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
 """Routes without API key: probes and scrapers have none."""
@@ -114,7 +113,7 @@ class Middleware:
         except (ApiError, EngineStalledError, EngineDeadError) as error:
             refusal = as_api_error(error)
             record.error = refusal.detail
-            await refusal.response()(scope, receive, send_noting_status)
+            await refusal.response(scope["path"])(scope, receive, send_noting_status)
         except Exception:
             # FastAPI has answered it already, if that was still possible.
             logger.exception("request %s failed", record.request_id)
@@ -131,7 +130,7 @@ class Middleware:
         if self._api_keys and route not in OPEN_ROUTES and not self._has_key(headers):
             raise ApiError(
                 401,
-                "Authorization: this server needs an API key as a bearer token",
+                "Authorization: this server needs an API key as a bearer token, or in X-Api-Key",
                 code="invalid_api_key",
                 www_authenticate="Bearer",
             )
@@ -158,11 +157,10 @@ class Middleware:
             raise _too_large(f"{length} bytes", settings)
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.encode("latin-1")
+        given = given_key(headers).encode("latin-1")
         # No early exit: the time must not depend on which key matches, or how far.
         matches = [secrets.compare_digest(given, key) for key in self._api_keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
     def _note_end(self, record: RequestRecord) -> None:
         # Without a status nothing was sent: the client had disconnected.

@@ -19,7 +19,7 @@ import difflib
 import functools
 import logging
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -52,6 +52,7 @@ from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import (
     MAX_ARGUMENTS_LENGTH,
+    MAX_BLOCKS,
     MAX_JSON_DEPTH,
     MAX_JSON_VALUES,
     MAX_MESSAGES,
@@ -120,6 +121,8 @@ IGNORED = frozenset(
         *("return_token_offsets", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start"),
         # How many tokens come in an event, which changes no text.
         "stream_interval",
+        # Of Anthropic's: which prompts to cache, and where to compute.
+        *("cache_control", "inference_geo"),
     }
 )
 _OWN_VARIABLES = frozenset(
@@ -222,6 +225,20 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    @field_validator(
+        *(RANGES.keys() - {"logprobs", "prompt_logprobs"}),
+        *("max_completion_tokens", "max_output_tokens", "truncate_prompt_tokens"),
+        mode="before",
+        check_fields=False,
+    )
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """vLLM takes true as 1, which is hardly ever meant."""
+        if isinstance(value, bool):
+            is_float = isinstance(RANGES.get(info.field_name or "", TOKEN_IDS).low, float)
+            raise PydanticKnownError("float_type" if is_float else "int_type")
+        return value
+
 
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
@@ -299,20 +316,6 @@ class SamplingRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
-
-    @field_validator(
-        *(RANGES.keys() - {"logprobs", "prompt_logprobs"}),
-        *("max_completion_tokens", "max_output_tokens", "truncate_prompt_tokens"),
-        mode="before",
-        check_fields=False,
-    )
-    @classmethod
-    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """vLLM takes true as 1, which is hardly ever meant."""
-        if isinstance(value, bool):
-            is_float = isinstance(RANGES.get(info.field_name or "", TOKEN_IDS).low, float)
-            raise PydanticKnownError("float_type" if is_float else "int_type")
-        return value
 
     _refuse_text = field_validator("prompt_logprobs", "top_logprobs", mode="before", check_fields=False)(
         _refuse_text
@@ -968,6 +971,293 @@ class ResponsesRequest(SamplingRequest):
         }
 
 
+class ContentBlock(SharesTheLock):
+    """One block of a message. What Anthropic has besides, such as cache_control, is ignored, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    """Of a tool_result."""
+    thinking: str | None = None
+
+    def check(self, role: str, path: str) -> None:
+        """Raise RequestError if the role has no blocks of this type, or a field is missing."""
+        if self.type not in _BLOCKS_OF_ROLE[role]:
+            allowed = ", ".join(_BLOCKS_OF_ROLE[role])
+            raise refused(f"{path}.type", f"got {self.type} in the role {role}, allowed are {allowed}")
+        for name in _FIELDS_OF_BLOCK[self.type]:
+            if getattr(self, name) is None:
+                raise refused(f"{path}.{name}", "missing, but required")
+
+    def call(self) -> ToolCall:
+        """Return a tool_use as chats have it."""
+        function = CalledFunction.model_construct(name=self.name, arguments=self.input)
+        return ToolCall.model_construct(id=self.id, function=function)
+
+    def result(self) -> ChatMessage:
+        """Return a tool_result as chats have it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return ChatMessage.model_construct(role="tool", tool_call_id=self.tool_use_id, content=text)
+
+
+_BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+_FIELDS_OF_BLOCK: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+}
+"""Each is required."""
+_BILLING = "x-anthropic-billing-header"
+"""Begins a text of Claude Code's that differs in each request, and would leave nothing to find in the prefix cache."""
+
+
+class BlockMessage(SharesTheLock):
+    """One message of a conversation, as text or in blocks."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlock], Field(max_length=MAX_PARTS)]
+
+    def instructions(self, path: str) -> str:
+        """Return the text of a system message, without what vLLM leaves out."""
+        if isinstance(self.content, str):
+            return _instructions([self.content])
+        for number, block in enumerate(self.content):
+            block.check(self.role, f"{path}.content.{number}")
+        return _instructions(block.text or "" for block in self.content)
+
+    def chat_messages(self, path: str) -> Iterator[ChatMessage]:
+        """Yield a message of another role as chats have it.
+
+        As in vLLM, results of tools come before the user's text, and opaque reasoning is left out.
+        """
+        if isinstance(self.content, str):
+            yield ChatMessage.model_construct(role=self.role, content=self.content)
+            return
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        thoughts: list[str] = []
+        for number, block in enumerate(self.content):
+            block.check(self.role, f"{path}.content.{number}")
+            if block.type == "text" and block.text:
+                texts.append(block.text)
+            elif block.type == "tool_use":
+                calls.append(block.call())
+            elif block.type == "tool_result":
+                yield block.result()
+            elif block.type == "thinking":
+                thoughts.append(block.thinking or "")
+        if texts or self.role == "assistant":
+            yield ChatMessage.model_construct(
+                role=self.role,
+                content="\n".join(texts),
+                tool_calls=calls or None,
+                reasoning="".join(thoughts) if thoughts else None,
+            )
+
+
+def _instructions(texts: Iterable[str]) -> str:
+    return "".join(text for text in texts if not text.startswith(_BILLING))
+
+
+class SchemaTool(BaseModel):
+    """A function that the model may call, as Anthropic has it; other types of tools would run on the server."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def nested(self) -> Tool:
+        """Return it as chats have it."""
+        schema = self.input_schema if "type" in self.input_schema else {**self.input_schema, "type": "object"}
+        function = FunctionDefinition.model_construct(
+            name=self.name, description=self.description, parameters=schema, strict=self.strict
+        )
+        return Tool.model_construct(function=function)
+
+
+class MessageToolChoice(BaseModel):
+    """Whether the answer may or has to call tools: of its own choice, any, the named one, or none."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+    """True leaves out all calls but the first."""
+
+    def nested(self) -> Literal["none", "auto", "required"] | NamedToolChoice:
+        """Return it as chats have it.
+
+        Raises:
+            RequestError: the name is missing.
+        """
+        if self.type == "any":
+            return "required"
+        if self.type != "tool":
+            return self.type
+        if self.name is None:
+            raise refused("tool_choice.name", "missing, but required")
+        return NamedToolChoice.model_construct(function=NamedFunction.model_construct(name=self.name))
+
+
+class OutputFormat(BaseModel):
+    """JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """What an answer is to be, and how much the model is to reason."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ThinkingConfig(BaseModel):
+    """Whether the model reasons. A budget of tokens, which the type enabled has, is not supported."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["adaptive", "disabled"]
+
+
+class CountTokensRequest(Body):
+    """Body of ``POST /v1/messages/count_tokens``: what ``/v1/messages`` makes a prompt of."""
+
+    model: Annotated[str, Field(min_length=1)]
+    messages: Annotated[list[BlockMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[SchemaTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    """disabled is ``reasoning_effort`` none, and counts before ``output_config.effort``."""
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    not_supported = {
+        **NOT_SUPPORTED,
+        "container": (None,),
+        "mcp_servers": (None, []),
+    }
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "reasoning_effort": "thinking",
+    }
+    """Field of chats -> the one here that it is made of."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Messages, and blocks of them."""
+        return len(self.messages) + sum(
+            len(message.content) for message in self.messages if isinstance(message.content, list)
+        )
+
+    def chat_request(self, *, merges_instructions: Callable[[], bool]) -> ChatCompletionRequest:
+        """Return the chat that asks for the same. Takes some microseconds for each block.
+
+        Args:
+            merges_instructions: whether system messages among others have to come in front, as the template refuses
+                them elsewhere; called if there are any.
+
+        Raises:
+            RequestError: a block lacks a field, or its role has none of that type, or there are too many.
+        """
+        fields: dict[str, Any] = {
+            "messages": self._chat_messages(merges_instructions),
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        choice = self.tool_choice and self.tool_choice.nested()
+        if self.tools:
+            fields |= {"tools": [tool.nested() for tool in self.tools], "tool_choice": choice}
+        elif choice not in ("none", "auto"):
+            fields["tool_choice"] = choice
+        if self.tool_choice and self.tool_choice.disable_parallel_tool_use:
+            fields["parallel_tool_calls"] = False
+        if self.output_config:
+            fields["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format:
+                schema = self.output_config.format.json_schema
+                wanted = JsonSchemaFormat.model_construct(name="json_schema", json_schema=schema)
+                fields["response_format"] = ResponseFormat.model_construct(
+                    type="json_schema", json_schema=wanted
+                )
+        if self.thinking and self.thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
+        return ChatCompletionRequest.model_construct(**fields, **self._answer_fields())
+
+    def _answer_fields(self) -> dict[str, Any]:
+        """Return the chat's fields that say how to answer."""
+        return {}
+
+    def _chat_messages(self, merges_instructions: Callable[[], bool]) -> list[ChatMessage]:
+        if (number := self.num_blocks) > MAX_BLOCKS:
+            raise refused(
+                "messages", f"got {number} messages and blocks, allowed are at most {MAX_BLOCKS} together"
+            )
+        system = self.system or ""
+        front = [system if isinstance(system, str) else _instructions(part.text for part in system)]
+        merges = any(message.role == "system" for message in self.messages) and merges_instructions()
+        messages: list[ChatMessage] = []
+        for index, message in enumerate(self.messages):
+            path = f"messages.{index}"
+            if message.role != "system":
+                messages += message.chat_messages(path)
+            elif merges:
+                front.append(message.instructions(path))
+            elif text := message.instructions(path):
+                messages.append(ChatMessage.model_construct(role="system", content=text))
+        if text := "".join(front):
+            messages.insert(0, ChatMessage.model_construct(role="system", content=text))
+        if not messages:
+            raise refused("messages", "got no text, allowed are messages of which at least one has some")
+        calls = (call for message in messages for call in message.tool_calls or ())
+        # All together: the chat measures each alone.
+        measure_json("messages", [call.function.arguments for call in calls])
+        return messages
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of ``POST /v1/messages``, which is answered as the chat that ``chat_request`` returns."""
+
+    max_tokens: Annotated[Int, Field(ge=1, le=RANGES["max_tokens"].high)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Float | None = in_range("temperature")
+    top_p: Float | None = in_range("top_p")
+    top_k: Int | None = in_range("top_k")
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
+
+    def _answer_fields(self) -> dict[str, Any]:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+
+
 class TokenizeRequest(ConversationRequest):
     """Body of ``POST /tokenize``: a prompt or a conversation."""
 
@@ -1004,6 +1294,7 @@ def _fields_elsewhere() -> frozenset[str]:
     """Return the fields of all routes: on another one they are not misspelt, and ignored as in vLLM."""
     models: tuple[type[Body], ...] = (
         *(CompletionRequest, ChatCompletionRequest, ResponsesRequest),
+        *(MessagesRequest, CountTokensRequest),
         *(TokenizeRequest, DetokenizeRequest),
     )
     return frozenset[str]().union(*(model.model_fields.keys() | model.not_supported for model in models))
@@ -1098,6 +1389,27 @@ class ErrorAnswer(Exact):
     """Every answer with a status of 400 or above."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(Exact):
+    """Anthropic's error object."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+    ]
+    message: str
+
+
+class MessagesErrorAnswer(Exact):
+    """The same of ``/v1/messages`` and what is below."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
 
 
 class PromptTokensDetails(Exact):
@@ -1350,6 +1662,69 @@ class ResponseModel(Exact):
     error: None
     previous_response_id: None
     store: Literal[False]
+
+
+class TextBlock(Exact):
+    """The text of an answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Exact):
+    """What comes before an answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Random: nothing is checked by it."""
+
+
+class ToolUseBlock(Exact):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    """Need not fit the tool's schema. Of arguments that were cut off, what had come; empty where they are no JSON of an
+    object."""
+
+
+class MessageUsage(Exact):
+    """Token counts; all three together are the conversation's."""
+
+    input_tokens: int
+    """Of the prompt, without those that were cached."""
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageModel(Exact):
+    """Answer of ``POST /v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    """None where the server shut down before the end."""
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class ContextManagement(Exact):
+    """Nothing is ever taken out of a conversation."""
+
+    original_input_tokens: int
+
+
+class CountTokensAnswer(Exact):
+    """Answer of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+    context_management: ContextManagement
 
 
 class ModelCard(Exact):

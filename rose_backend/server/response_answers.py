@@ -171,19 +171,13 @@ class ResponseAnswer(ChatAnswer):
         return "completed" if self._reason == "stop" else "incomplete"
 
     def _new_parts(self, completion: CompletionOutput) -> Iterator[Part | str]:
-        """Yield what is new in the answer, and a pause after each piece of work."""
         if self._end_of_reasoning is not None:
             ids = list(completion.token_ids)
             is_over = self._end_of_reasoning in ids
             self._num_reasoning_tokens += ids.index(self._end_of_reasoning) if is_over else len(ids)
             self._end_of_reasoning = None if is_over else self._end_of_reasoning
         self._reason = completion.finish_reason
-        parts: list[Part] = []
-        for pause in self._parse(0, completion, parts.append):
-            yield from parts
-            parts.clear()
-            yield pause
-        yield from parts
+        return super()._new_parts(completion)
 
     def _take(self, part: Part) -> bool:
         """Add a part to the last item, or begin an item with it; return whether it did."""

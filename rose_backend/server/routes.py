@@ -7,7 +7,7 @@ import contextlib
 import json
 import reprlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +40,7 @@ from rose_backend.server.answers import (
 from rose_backend.server.chat_template import parse_arguments, plain_messages, text_lengths
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer, generate
+from rose_backend.server.message_answers import MessageAnswer
 from rose_backend.server.middleware import DirectRoute
 from rose_backend.server.protocol import (
     Body,
@@ -49,10 +50,15 @@ from rose_backend.server.protocol import (
     CompletionAnswerModel,
     CompletionRequest,
     ConversationRequest,
+    CountTokensAnswer,
+    CountTokensRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
     GenerationRequest,
     HealthAnswer,
+    MessageModel,
+    MessagesErrorAnswer,
+    MessagesRequest,
     ModelList,
     NamedToolChoice,
     ResponseModel,
@@ -86,6 +92,9 @@ _CHARACTERS_AT_ONCE = 1 << 16
 
 # Of each event; its data is JSON, or [DONE].
 _EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessagesErrorAnswer} for status in ("4XX", "5XX")
+}
 _EVENTS = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
 
 
@@ -205,9 +214,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             **how,
         )
 
-    with contextlib.ExitStack() as stack:
-        for field, own in body.renamed.items():
-            stack.enter_context(naming(own, field))
+    with naming_all(body.renamed):
         return await answer_chat(request, body.chat_request(), make_answer, "resp_")
 
 
@@ -221,6 +228,45 @@ async def find_response(response_id: str) -> Response:
         f"response_id: got {response_id[:200]!r}, but answers are not stored; send the conversation as input",
         param="response_id",
     )
+
+
+@router.post(
+    "/v1/messages",
+    responses={200: {"model": MessageModel, "content": _EVENTS}, **_MESSAGES_ERRORS},
+    tags=["generate"],
+)
+async def answer_messages(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation, in Anthropic's format."""
+    check_body(request, body)
+    make_answer = partial(MessageAnswer, usage=request.state.record.usage)
+    with naming_all(body.renamed):
+        return await answer_chat(request, await translated(request, body), make_answer, "msg_")
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    responses={200: {"model": CountTokensAnswer}, **_MESSAGES_ERRORS},
+    tags=["tokens"],
+)
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+    """Return how many tokens a conversation in Anthropic's format has."""
+    service = check_body(request, body)
+    processor = service.engine.input_processor
+    chat_body = await translated(request, body)
+    conversation = read_conversation(chat_body, chat_body.messages, service, truncates=False)
+
+    def count() -> Response:
+        with naming("messages"):
+            token_ids = processor.encode(
+                conversation.render(),
+                max_tokens=max(processor.max_model_len, MAX_CUT_TOKENS),
+                add_special_tokens=False,
+            )
+        number = len(token_ids)
+        return _json({"input_tokens": number, "context_management": {"original_input_tokens": number}})
+
+    with naming_all(body.renamed):
+        return await run_by_length(conversation.length, count)
 
 
 @router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
@@ -329,6 +375,8 @@ DIRECT_ROUTES: dict[str, DirectRoute] = {
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatCompletionRequest, chat),
     "/v1/responses": (ResponsesRequest, respond),
+    "/v1/messages": (MessagesRequest, answer_messages),
+    "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/tokenize": (TokenizeRequest, tokenize),
     "/detokenize": (DetokenizeRequest, detokenize),
 }
@@ -353,6 +401,26 @@ def check_body(request: Request, body: Body) -> Service:
         )
     check_other_fields(body)
     return service
+
+
+@contextlib.contextmanager
+def naming_all(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Let refusals of a chat name the fields that it was made of."""
+    with contextlib.ExitStack() as stack:
+        for field, own in renamed.items():
+            stack.enter_context(naming(own, field))
+        yield
+
+
+async def translated(request: Request, body: CountTokensRequest) -> ChatCompletionRequest:
+    """Return the chat that asks for the same, made in a thread if there are many messages."""
+    template = request.app.state.service.chat_template
+
+    def merges_instructions() -> bool:
+        return bool(template.takes_instructions_in_front_only)
+
+    make = partial(body.chat_request, merges_instructions=merges_instructions)
+    return await run_by_length(_LENGTH_OF_EACH * body.num_blocks, make)
 
 
 class Conversation(NamedTuple):

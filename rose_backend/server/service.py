@@ -196,6 +196,18 @@ class RequestRecord:
         request_logger.info(" ".join(parts))
 
 
+def given_key(headers: Headers) -> str:
+    """Return the API key of a request: a bearer token or, as Anthropic's clients send it, ``X-Api-Key``; empty: none.
+
+    Which key a request has is decided here alone: it says both who may use the server and which prefix cache they get.
+    """
+    authorization = headers.get("authorization")
+    if authorization is None:
+        return headers.get("x-api-key", "")
+    scheme, _, token = authorization.partition(" ")
+    return token if scheme.lower() == "bearer" else ""
+
+
 class CacheNamespaces:
     """Gives each API key a prefix cache that no other key can read, with any ``cache_salt``.
 
@@ -217,7 +229,7 @@ class CacheNamespaces:
             RequestError: see ``check_cache_salt``.
         """
         check_cache_salt(cache_salt)
-        key = headers.get("authorization", "").partition(" ")[2].encode() if self._is_per_key else b""
+        key = given_key(headers).encode() if self._is_per_key else b""
         if not key and cache_salt is None:
             return b""
         salt = b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")

@@ -19,6 +19,8 @@ MAX_MESSAGES = 1024
 """Messages of one chat request."""
 MAX_METADATA = 16
 """Fields of a request's ``metadata``, as OpenAI has it."""
+MAX_BLOCKS = 4096
+"""Messages of one request in Anthropic's format and their blocks together."""
 MAX_PARTS = 256
 """Parts of one message."""
 MAX_NAME_LENGTH = 256
@@ -58,7 +60,7 @@ class ServerSettings:
     uds: str | None = None
     """Path of a Unix socket to listen on instead of host and port."""
     api_keys: tuple[str, ...] = ()
-    """Any of them is accepted as a bearer token; none: no key is asked for."""
+    """Any of them is accepted as a bearer token or in X-Api-Key; none: no key is asked for."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages browsers let read answers, ``*`` for all; none: CORS is off."""
     allowed_methods: tuple[str, ...] = ("*",)

@@ -225,8 +225,13 @@ def read_metric(text: str, name: str) -> float:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error object of a refused request."""
-    error: dict[str, Any] = answer.json()["error"]
+    """Return the error object of a refused request; of Anthropic's, with what OpenAI's has besides."""
+    body = answer.json()
+    error: dict[str, Any] = body["error"]
+    if answer.request.url.path.startswith("/v1/messages"):
+        assert set(body) == {"type", "error"} and body["type"] == "error"
+        assert set(error) == {"type", "message"}
+        return {**error, "param": error["message"].partition(":")[0], "code": None}
     assert set(error) == {"message", "type", "param", "code"}
     return error
 

@@ -8,13 +8,15 @@ from typing import Any
 import document_options
 import pytest
 
-from tests.server.live_server import LiveServer, error_of
+from tests.server.live_server import MODEL, LiveServer, error_of
 from tests.server.test_chat import MESSAGES
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "The rose", "max_tokens": 2, "temperature": 0},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0},
     "/v1/responses": {"input": "The rose", "max_output_tokens": 2, "temperature": 0},
+    "/v1/messages": {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "temperature": 0},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": MESSAGES},
     "/tokenize": {"prompt": "The rose"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -37,6 +39,8 @@ def answered(server: LiveServer, route: str, fields: dict[str, Any]) -> Any:
     body = answer.json()
     if "output" in body:
         return body["output"][0]["content"], body["status"], body["max_output_tokens"]
+    if "content" in body:
+        return body["content"], body["stop_reason"]
     return body.get("choices", body)
 
 
