@@ -10,6 +10,7 @@ import torch
 
 from rose_backend.errors import IntegrityError, ModelError, ShapeError
 from rose_backend.kernels.linear.int4_formats import AWQ
+from rose_backend.vllm_plugin.models import int4_method
 from rose_backend.vllm_plugin.models.int4_method import METHODS, RoseInt4Method
 from rose_backend.vllm_plugin.models.int4_weights import Int4Scheme
 
@@ -73,3 +74,19 @@ def test_depths_that_groups_do_not_divide_are_refused() -> None:
         rose.process_weights_after_loading(module)
     # Nothing was replaced.
     assert module.qweight.dtype is torch.int32
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("num_tokens", "kernel"), [(64, "small_batch_linear"), (65, "quantized_linear")])
+def test_prompts_of_few_tokens_are_multiplied_by_roses_kernel(
+    packs: bool, num_tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, launched = module_of(METHODS[-1]), []
+    rose = RoseInt4Method(module, SCHEME, max_rows=64, packs=packs, gated=False)
+    rose.process_weights_after_loading(module)
+    for name in ("small_batch_linear", "quantized_linear"):
+        monkeypatch.setattr(int4_method, name, lambda *_, name=name: launched.append(name))
+    linear = rose.read()
+    assert (linear.packed is not None) == packs and linear.many_rows is not None
+    linear.many_rows(torch.zeros(num_tokens, 256))
+    assert launched == [kernel]

@@ -39,7 +39,7 @@ def product_alone(
     bias: torch.Tensor | None,  # [O]
     max_rows: int,
 ) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
-    """Return a product for layers that are not packed: by Rose's kernel, too, of at most so many rows."""
+    """Return the product of steps that are no small batch, which Rose's kernel multiplies up to so many rows."""
     layer = pack_linear(weight, bias)
 
     def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
@@ -62,7 +62,7 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
     A reload copies what it makes to where the first one was, as vLLM's reloads do with all that a method makes.
 
     Args:
-        max_rows: of a product by Rose's kernel, where it is not packed.
+        max_rows: tokens of a step, up to which Rose's kernel multiplies where it is not a small batch.
         packs: prepare it for few decodes.
         gated: it is the first one of a gated MLP.
     """
@@ -123,6 +123,5 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         zeros = getattr(module, form.zeros.name).data if self._scheme.has_zeros else None
         weight = Int4Weight(words, scales, zeros, module.input_size_per_partition)
         bias = added_bias(module)
-        if self._packs:
-            return Linear(weight, bias, pack_linear(weight, bias, gated=self._gated))
-        return Linear(weight, bias, many_rows=product_alone(weight, bias, self._max_rows))
+        packed = pack_linear(weight, bias, gated=self._gated) if self._packs else None
+        return Linear(weight, bias, packed, many_rows=product_alone(weight, bias, self._max_rows))

@@ -117,6 +117,11 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
     halved = fewest_halved_rows(vllm_config.model_config.get_hidden_size(), _num_processors())
     if query_len < halved <= vllm_config.scheduler_config.max_num_batched_tokens:
         yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
+    if int4_scheme(vllm_config.quant_config) is not None:
+        most = max_int4_rows(rose_options(vllm_config))
+        for num_tokens in row_counts(min(most, vllm_config.scheduler_config.max_num_batched_tokens)):
+            # Rose's kernel multiplies prompts of few tokens, too.
+            yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
 
 
 def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int]:
@@ -323,7 +328,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
             )
         if scheme is not None:
             weight = scheme.empty(fan_out, fan_in, model.dtype, _META)
-            alone = None if _packs(vllm_config) else product_alone(weight, given_bias, max_int4_rows(options))
+            alone = product_alone(weight, given_bias, max_int4_rows(options))
             return Linear(weight, given_bias, adapters=adapters, many_rows=alone)
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
