@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_instructions_in_front_only(self) -> bool:
-        """Whether the template refuses a system message behind others."""
+        """Whether the template refuses a system message that is not the first."""
         roles = ("system", "user", "system", "user")
         messages = [{"role": role, "content": "?"} for role in roles]
         try:

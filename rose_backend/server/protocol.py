@@ -1095,7 +1095,7 @@ class SchemaTool(BaseModel):
 
 
 class MessageToolChoice(BaseModel):
-    """Whether the answer may or has to call tools: of its own choice, any, the named one, or none."""
+    """Which tools the answer may or must call: the model's choice, any, the named one, or none."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

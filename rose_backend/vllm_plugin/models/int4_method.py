@@ -1,8 +1,8 @@
 """Int4 weights of vLLM's linear modules for Rose's layers, in the one form that Rose's kernels read.
 
 vLLM's quantization methods make a module's parameters, and its loaders fill them with this rank's part of a checkpoint.
-Where vLLM would rearrange them for a kernel of its own, as Machete's or Marlin's, Rose's method puts an ``Int4Weight``
-in their place, module after module, so that each weight is in memory once.
+vLLM then rearranges them for one of its kernels, such as Machete or Marlin. Rose's method puts an ``Int4Weight`` in
+their place instead, module after module, so that each weight is in memory once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def product_alone(
     bias: torch.Tensor | None,  # [O]
     max_rows: int,
 ) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
-    """Return the product of steps that are no small batch, which Rose's kernel multiplies up to so many rows."""
+    """Return the product of steps other than small batches: by Rose's kernel up to ``max_rows``, else a library's."""
     layer = pack_linear(weight, bias)
 
     def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
