@@ -294,6 +294,10 @@ def test_products_with_int4_weights_are_recorded(
     assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
     options = {"additional_config": {"rose": {"max_quantized_rows": 0}}}
     assert [bool(each) for each in recorded(dtype="float16", **options).values()] == [False, True]
+    # vLLM's layers stay where Rose's are not asked for.
+    config = make_gpu_config(make_config, SIZES, model=str(path), dtype="bfloat16", additional_config={})
+    assert config.model_config.hf_config.architectures == ["Qwen3ForCausalLM"]
+    assert "small_batch_linear_kernel" not in {each.name for each in sources_of(config, make_layer(config))}
     # A rank's products are by both kernels, too.
     assert all(recorded(dtype="bfloat16", tensor_parallel_size=2).values())
 
