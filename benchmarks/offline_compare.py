@@ -17,6 +17,18 @@ End-of-text is ignored, so that all engines make the same number of tokens; an e
 are not installed are named and left out, as are engines that fail; then the status is 1. --compare-SWITCH adds Rose
 with that part switched off, --compare-parts what tells the worth of each part inside vLLM. Without --model a random
 checkpoint with the shapes of GPT-2 124M is made, or of --shape.
+
+Drafts are engine options of both vLLMs, and --compare-drafts adds Rose without them. Random weights repeat nothing, so
+vLLM is told how often to accept the draft in each place. Below, steps give three tokens on average, as where an answer
+copies the prompt; zeros are a text in which nothing is found:
+
+    D='{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+    "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.81, 0.656, 0.531]}}'
+    python -m benchmarks.offline_compare --shape qwen3-0.6b --dtype bfloat16 --backends rose-in-vllm vllm
+    --scenes decode --batches 1 32 256 --cases greedy --compare-drafts --engine-options "rose-in-vllm=$D"
+    --engine-options "vllm=$D"
+
+A step of the scene decode is then what one more token of each request takes.
 """
 
 from __future__ import annotations
@@ -42,12 +54,13 @@ from benchmarks.support.comparison import (
     kv_cache_tokens,
     parse_comparison,
 )
+from benchmarks.support.engines import DRAFTS
 from benchmarks.support.timing import spread
 from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
 from benchmarks.support.workload import MODES, NANO_VLLM_MODE, SAMPLING, NanoVllmRequests, RandomRequests
 
-SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs", "step_graph")
+SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs", "step_graph", DRAFTS)
 SWITCHES = (
     "fused_mlp",
     "fused_sampler",

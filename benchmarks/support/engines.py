@@ -27,6 +27,8 @@ MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sgla
 BLOCK_SIZE = 16
 STEP_BUDGET = "step_budget"
 """The limit of a step's time while prompts arrive: an option of Rose that is off by default, and "auto" of a side."""
+DRAFTS = "drafts"
+"""Speculative decoding, as the engine options ask for it."""
 STEP_MS = "ROSE_BENCHMARK_STEP_MS"
 """Variable of the environment that tells ``host_only_server`` how long a step takes."""
 
@@ -46,8 +48,8 @@ class EngineOptions:
     variables: dict[str, str]
     """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches, and ``run_ahead``; inside vLLM also ``mixed_graphs``, and ``step_budget``, which is off by
-    default and switched on."""
+    """Rose's switches, and ``run_ahead``; inside vLLM also ``mixed_graphs``, ``drafts``, and ``step_budget``, which is
+    off by default and switched on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 
@@ -91,8 +93,10 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
         chosen["attention_backend"] = "rose"
     elif options.device == "cuda":  # for CPUs vLLM has one only, and names it itself
         chosen["attention_backend"] = "FLASH_ATTN"
-    switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
+    switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs", DRAFTS)]
     extra = dict(options.extra)
+    if DRAFTS in options.switches_off:
+        extra.pop("speculative_config", None)
     if switches:
         changed = {name: "auto" if name == STEP_BUDGET else False for name in switches}
         # Here, too.

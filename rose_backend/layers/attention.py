@@ -90,11 +90,15 @@ class StepAttention(Protocol):
     """Attention of all layers in one step: what a caller of ``run_layers`` brings."""
 
     appends: bool
-    """Decode attention stores new keys and values itself: it can rotate them, and begin before they are complete."""
+    """Decode attention stores new keys and values itself, and can begin before they are complete."""
 
     @property
     def decodes_only(self) -> bool:
-        """Whether each token is its request's only one, and all take decode attention."""
+        """Whether all requests take decode attention."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether attention can rotate queries and keys: it ``appends``, and each token is its request's only one."""
 
     @property
     def last_tokens(self) -> torch.Tensor | None:
@@ -113,7 +117,7 @@ class StepAttention(Protocol):
         """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call.
 
         Args:
-            overlap, rotation: see ``attend``; only where ``decodes_only`` and ``appends``.
+            overlap, rotation: see ``attend``; only where ``decodes_only`` and ``appends``, and where it ``rotates``.
         """
 
 
@@ -122,7 +126,7 @@ class PagedAttention:
 
     __slots__ = (
         *("_caches", "_options", "_out", "_step"),
-        *("appends", "decodes_only", "last_tokens"),
+        *("appends", "decodes_only", "last_tokens", "rotates"),
     )
 
     def __init__(
@@ -144,6 +148,7 @@ class PagedAttention:
         self._step = step = AttentionStep(None, None, slots)
         self.appends = fused_kv_append
         self.decodes_only = num_tokens == split
+        self.rotates = self.appends and self.decodes_only
         self.last_tokens: torch.Tensor | None = None
         if split:
             step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
@@ -237,7 +242,8 @@ def attend(
     Args:
         new: None where keys and values are stored already, as with layers that share a cache.
         overlap: decode attention may start before ``query`` and ``new`` are complete; see ``paged_decode``.
-        rotation: of ``query`` and new keys, only where all requests take decode attention and the kernels store.
+        rotation: of ``query`` and new keys, only where all requests take decode attention with one token each, and the
+            kernels store.
     """
     assert rotation is None or step.prefill is None, "prefill attention does not rotate"
     if new is not None and (slots := step.slot_mapping) is not None:

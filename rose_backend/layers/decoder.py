@@ -121,7 +121,7 @@ def run_layers(
         all_reduce=decoder.all_reduce,
         adapter_rows=decoder.adapter_rows,
     )
-    fuses_rotation = attention.appends and attention.decodes_only and rotates_inside(num_tokens, head_size)
+    fuses_rotation = attention.rotates and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
         query, key, value = qkv.split(heads, dim=1)

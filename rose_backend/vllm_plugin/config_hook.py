@@ -58,6 +58,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             forget_compilation_mode(self)
+            _keep_scheduling_asynchronous(self)
             original(self, *args, **kwargs)
             check_supported(self, switches)
             if leaves_graphs:
@@ -108,6 +109,24 @@ def _switch_off_vllm_parts(vllm_config: VllmConfig, switches: PluginConfig) -> N
                 f"chunked_prefill: false needs --max-num-batched-tokens of at least max_model_len "
                 f"{model_config.max_model_len}, got {scheduler_config.max_num_batched_tokens}"
             )
+
+
+def _keep_scheduling_asynchronous(vllm_config: VllmConfig) -> None:
+    """Give n-gram drafts the name beside which vLLM 0.32, too, schedules a step while the one before is computed.
+
+    Model runner V2 has one lookup for both names; V1 has one for each.
+    """
+    speculative = vllm_config.speculative_config
+    if (
+        speculative is not None
+        and speculative.method == "ngram"
+        and vllm_config.scheduler_config.async_scheduling is None
+        and vllm_config.use_v2_model_runner
+    ):
+        speculative.method = speculative.model = "ngram_gpu"
+        log_once(
+            "Rose runs drafts of method ngram as ngram_gpu: the same lookup, with asynchronous scheduling"
+        )
 
 
 def _choose_scheduler(vllm_config: VllmConfig) -> None:

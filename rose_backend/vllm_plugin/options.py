@@ -26,6 +26,12 @@ FLOAT8_DTYPES = ("fp8", "fp8_e4m3")
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_DTYPES)
 """Values of ``--kv-cache-dtype`` that ROSE supports."""
 
+LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that look drafts up in earlier tokens."""
+
+DRAFTER_MODEL = "a drafter with a model of its own"
+"""Reason why a part is inactive beside other methods."""
+
 BLOCK_SIZE_UNIT = 16
 """Block sizes are multiples of this number of tokens."""
 
@@ -105,6 +111,12 @@ def has_kv_events(vllm_config: VllmConfig) -> bool:
     """Whether vLLM publishes KV cache events."""
     config = vllm_config.kv_events_config
     return config is not None and config.enable_kv_cache_events
+
+
+def has_drafter_model(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from a model, or from layers of their own; not if they are looked up in earlier tokens."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in LOOKUP_METHODS
 
 
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:

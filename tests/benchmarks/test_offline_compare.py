@@ -287,7 +287,25 @@ def test_switches_are_said_in_vllms_words() -> None:
     assert not {"additional_config", "compilation_config"} & made_of([]).keys()
 
 
-@pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs"])
+def test_rose_without_drafts_has_all_other_options() -> None:
+    asked = {"speculative_config": {"method": "ngram"}, "block_size": 32}
+    given = [f"{backend}={json.dumps(asked)}" for backend in (HOST, STOCK)]
+    arguments = ["--backends", HOST, STOCK, "--compare-drafts"]
+    for text in given:
+        arguments += ["--engine-options", text]
+    options = offline_compare.parse_options(arguments)
+    made = {
+        name: vllm_options(engine_options(options, backend, "model", FACTS, switches_off))
+        for name, (backend, switches_off) in offline_compare.Offline.sides(options).items()
+    }
+    without = f"{HOST}, drafts off"
+    asked_for = {name: fields.get("speculative_config") for name, fields in made.items()}
+    assert asked_for == {HOST: {"method": "ngram"}, STOCK: {"method": "ngram"}, without: None}
+    assert made[without] == {name: made[HOST][name] for name in made[without]}
+    assert made[without]["block_size"] == 32
+
+
+@pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs", "drafts"])
 def test_what_there_is_inside_vllm_only_is_switched_off_there(switch: str) -> None:
     options = offline_compare.parse_options(["--backends", "rose", f"--compare-{switch.replace('_', '-')}"])
     assert offline_compare.Offline.sides(options)[f"{HOST}, {switch} off"] == (HOST, [switch])

@@ -111,6 +111,20 @@ def test_overlap_reads_ahead_and_writes_only_after_the_wait(
         assert last_wait < last_tile < launch < first_write
 
 
+@pytest.mark.parametrize(("num_rows", "max_query_len"), [(1, 8), (32, 4)])
+@pytest.mark.parametrize("shape", [QWEN3_06B, LLAMA_8B], ids=str)
+def test_rows_of_several_tokens_overlap_too(shape: Heads, num_rows: int, max_query_len: int) -> None:
+    alone, resources = (
+        compile_decode(shape, num_rows, max_query_len, None, 90, overlap=overlap) for overlap in (False, True)
+    )
+    ptx = resources.ptx
+    assert resources.spill_bytes == alone.spill_bytes and ptx.count("griddepcontrol.wait") == 2
+    last_wait = ptx.rindex("griddepcontrol.wait")
+    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")
+    assert last_wait < min(ptx.index("st.global"), ptx.index("atom.global"))
+    assert ptx.count("griddepcontrol.launch_dependents") == 1
+
+
 def compile_decode(
     shape: Heads,
     num_rows: int,

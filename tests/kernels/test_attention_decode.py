@@ -393,6 +393,11 @@ def test_padding_and_rows_of_equal_length(implementation: Implementation, length
     check(implementation, make_inputs(lengths, [3] * len(lengths), device=implementation.device), 3)
 
 
+def test_skipped_rows_may_have_any_number_of_tokens(implementation: Implementation) -> None:
+    # As prompts in a step whose decodes are these.
+    check(implementation, make_inputs([5, 17, -1, -1], [3, 2, 20, 4], device=implementation.device), 3)
+
+
 def test_rows_of_at_most_one_token(implementation: Implementation) -> None:
     check(implementation, make_inputs([5, 9, 3, -1], [1, 0, 1, 1], device=implementation.device), 1)
 
@@ -892,10 +897,16 @@ NUM_LAYERS = 3
     [[0, 40, 144, -1, 270, 17, 255, 100], [3000, 5, 700, -1], [9000], [-1, -1], [150] * 64],
     ids=lambda lengths: f"{len(lengths)} rows, first {lengths[0]}",
 )
-@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotates"])
-def test_overlap_changes_no_bit(shape: Shape, lengths: list[int], rotates: bool) -> None:
+@pytest.mark.parametrize(
+    ("rotates", "query_len"),
+    [(False, 1), (True, 1), (False, 4)],
+    ids=["plain", "rotates", "several tokens"],
+)
+def test_overlap_changes_no_bit(shape: Shape, lengths: list[int], rotates: bool, query_len: int) -> None:
     """Two graphs of the same layers, whose lengths change with every replay, over caches of their own."""
-    one_by_one, overlapped = (_Layers(shape, lengths, rotates, overlap=overlap) for overlap in (False, True))
+    one_by_one, overlapped = (
+        _Layers(shape, lengths, rotates, query_len, overlap=overlap) for overlap in (False, True)
+    )
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         one_by_one.graph.replay()
@@ -910,7 +921,9 @@ def test_overlap_changes_no_bit(shape: Shape, lengths: list[int], rotates: bool)
 class _Layers:
     """Products that let the kernel behind them start early, with decode attention between them."""
 
-    def __init__(self, shape: Shape, lengths: list[int], rotates: bool, *, overlap: bool) -> None:
+    def __init__(
+        self, shape: Shape, lengths: list[int], rotates: bool, query_len: int, *, overlap: bool
+    ) -> None:
         num_query_heads, num_kv_heads, head_size, _ = shape
         self._heads = [num_query_heads, num_kv_heads, num_kv_heads]
         self._options: dict[str, Any] = {"overlap": overlap}
@@ -918,7 +931,12 @@ class _Layers:
             self._options["rotation"] = random_rotation(
                 head_size, norms=True, num_positions=max(lengths) + 2, dtype=FLOAT16, device="cuda"
             )
-        self._inputs = on_gpu([n + 1 if n >= 0 else n for n in lengths], None, shape, layout="contiguous")
+        if query_len > 1:
+            self._options["max_query_len"] = query_len
+        query_lens = None if query_len == 1 else [query_len] * len(lengths)
+        self._inputs = on_gpu(
+            [n + 1 if n >= 0 else n for n in lengths], query_lens, shape, layout="contiguous"
+        )
         # Padding rows, too, go through the products: no NaN anywhere.
         self.caches = self._inputs.storage.nan_to_num().repeat(NUM_LAYERS, 1, 1, 1, 1, 1)
         self._lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
@@ -929,7 +947,7 @@ class _Layers:
             (_random_layer(sum(self._heads) * head_size, width), _random_layer(width, width))
             for _ in range(NUM_LAYERS)
         ]
-        self.start = torch.randn(len(lengths), width, dtype=FLOAT16, device="cuda")
+        self.start = torch.randn(len(lengths) * query_len, width, dtype=FLOAT16, device="cuda")
         self.residual, self._attended = self.start.clone(), torch.zeros_like(self._inputs.query)
         self.graph = captured(self._run)
 

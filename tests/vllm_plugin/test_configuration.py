@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import AttentionConfig, CUDAGraphMode
+from vllm.config import AttentionConfig, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -142,6 +142,27 @@ def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: Ma
     _choose_scheduler(config)
     assert config.scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLASS
     assert issubclass(config.scheduler_config.get_scheduler_cls(), AsyncScheduler)
+
+
+@pytest.mark.parametrize("asked", [None, False])
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("backend", ["rose", None])
+def test_n_grams_keep_scheduling_asynchronous(
+    make_config: MakeConfig,
+    rose_log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    is_v2: bool,
+    asked: bool | None,
+) -> None:
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    config = make_config(
+        speculative_config=n_grams(), async_scheduling=asked, attention_backend=backend, enforce_eager=True
+    )
+    is_renamed = is_v2 and backend == "rose" and asked is None
+    assert config.speculative_config.method == ("ngram_gpu" if is_renamed else "ngram")
+    assert any("as ngram_gpu" in line for line in rose_log) == is_renamed
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
+from vllm.v1.worker.gpu.spec_decode import init_speculator
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -295,6 +297,8 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
         "self._capture_mem_samples.append(",
         # All decode graphs are captured on the stream that Rose gives.
         "graph, pool, stream=self._capture_stream(desc)",
+        # Rose's graphs of decodes have as many tokens in a row.
+        "self.decode_query_len = decode_query_len",
     ):
         assert part in source, f"CudaGraphManager has no {part}"
     # Set before the capture and read behind it, and not copied in between.
@@ -729,7 +733,7 @@ def test_requests_carry_what_keys_and_events_are_made_of() -> None:
 FIELDS = {
     BatchExecutionDescriptor: "num_tokens num_reqs uniform_token_count",
     CompilationConfig: "cudagraph_mode cudagraph_capture_sizes max_cudagraph_capture_size",
-    SpeculativeConfig: "method",
+    SpeculativeConfig: "method model",
     ModelConfig: "use_fp64_gumbel return_sampling_mask logprobs_mode",
     # These decide whether Rose serves a group.
     FullAttentionSpec: "sliding_window attention_chunk_size non_causal",
@@ -740,6 +744,14 @@ FIELDS = {
 @pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__name__)
 def test_vllms_classes_have_the_fields_that_rose_reads(owner: Any) -> None:
     assert set(FIELDS[owner].split()) <= owner.__dataclass_fields__.keys()
+
+
+def test_both_names_of_n_grams_have_one_lookup_in_model_runner_v2() -> None:
+    """See ``config_hook``."""
+    assert 'return self.method in ("ngram", "ngram_gpu")' in inspect.getsource(SpeculativeConfig.use_ngram)
+    source = inspect.getsource(init_speculator)
+    assert "speculative_config.use_ngram()" in source and "ngram_gpu" not in source
+    assert "method" not in inspect.getsource(NgramGPUSpeculator)
 
 
 def test_configuration_names_what_speculation_needs() -> None:

@@ -107,7 +107,6 @@ def test_full_graphs_take_the_place_of_pieces(
     [
         {"attention_backend": None},
         {"additional_config": {"rose": {"cuda_graph": False}}},
-        N_GRAM,
         LAYER_BY_LAYER,
     ],
     ids=str,
@@ -152,21 +151,32 @@ def test_the_log_is_silent_about_full_graphs_of_all_steps_and_about_none(on_gpu:
     assert graphs_told_of(config) == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (N_GRAM, "drafts"),
-        (LAYER_BY_LAYER, "a KV connector that works layer by layer"),
-    ],
-    ids=str,
-)
-def test_the_log_says_why_prompts_have_no_full_graphs(
-    on_gpu: OnGpu, options: dict[str, Any], reason: str
-) -> None:
-    config = on_gpu(**options)
-    assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
+def test_the_log_says_why_prompts_have_no_full_graphs(on_gpu: OnGpu) -> None:
+    config = on_gpu(**LAYER_BY_LAYER)
+    assert graphs_told_of(config) == " graphs of decodes only (a KV connector that works layer by layer)"
     support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
     assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("num_drafts", [1, 7, 8])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model", "eagle3"])
+def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) -> None:
+    config = on_gpu(speculative_config=n_grams(num_drafts))
+    config.speculative_config.method = method
+    choose_mixed_graphs(config)
+    compilation = config.compilation_config
+    support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
+    if method in ("draft_model", "eagle3"):
+        assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+        assert graphs_told_of(config) == " graphs of decodes only (a drafter with a model of its own)"
+        # Eight tokens are as many as decode attention takes.
+        assert (
+            support
+            is AttentionCGSupport["UNIFORM_BATCH" if num_drafts < 8 else "UNIFORM_SINGLE_TOKEN_DECODE"]
+        )
+    else:
+        assert compilation.cudagraph_mode == CUDAGraphMode.FULL and graphs_told_of(config) == ""
+        assert support is AttentionCGSupport.ALWAYS
 
 
 def test_graphs_for_a_number_of_adapters_stay_vllms_choice(on_gpu: OnGpu) -> None:
@@ -235,6 +245,35 @@ def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
     assert manager.dispatch(3, 65, None, 0, None).cg_mode == CUDAGraphMode.NONE
 
 
+@pytest.mark.parametrize("query_len", [2, 3, 8])
+@pytest.mark.parametrize("enable_lora", [False, True])
+def test_rows_with_all_their_drafts_have_graphs_of_their_own(
+    on_gpu: OnGpu, query_len: int, enable_lora: bool
+) -> None:
+    sizes, num_adapters = [1, 2, 4, 8, 16, 20, 32, 65], int(enable_lora)
+    config = on_gpu(
+        sizes, max_num_seqs=20, enable_lora=enable_lora, speculative_config=n_grams(query_len - 1)
+    )
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    manager = Manager(config, CUDAGraphMode.FULL, 20, query_len)
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
+    assert len(set(captured)) == len(captured) and captured[0].num_tokens == 65
+    most = max(desc.num_reqs for desc in captured if desc.uniform_token_count is not None)
+    # As many rows as there are tokens for.
+    assert most == {2: 16, 3: 11, 8: 4}[query_len]
+    for num_rows in range(1, 65 // query_len + 1):
+        num_tokens = num_rows * query_len
+        for uniform in (query_len, None):
+            found = manager.dispatch(min(num_rows, 20), num_tokens, uniform, num_adapters, None)
+            assert found in captured and found.num_tokens >= num_tokens
+            assert found.uniform_token_count == (uniform if num_rows <= most else None)
+            if found.uniform_token_count is not None:
+                assert found.num_reqs * query_len == found.num_tokens
+                assert found.num_tokens < min(size for size in sizes if size >= num_tokens) + query_len
+    # Without drafts a step is a mixed one.
+    assert manager.dispatch(8, 8, 1, num_adapters, 1).uniform_token_count is None
+
+
 def test_graphs_in_pieces_are_left_alone(on_gpu: OnGpu) -> None:
     manager = Manager(on_gpu(max_num_seqs=20), CUDAGraphMode.FULL_AND_PIECEWISE, 20)
     assert {desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]} == {1}
@@ -245,6 +284,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
     make_config: MakeConfig, on_gpu: OnGpu
 ) -> None:
     drafting, config = make_config(**N_GRAM), on_gpu()
+    drafting.speculative_config.method = "eagle3"
     with pytest.MonkeyPatch.context() as patch:
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
@@ -255,11 +295,12 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
         assert is_applied("decode_graphs")
 
 
-def random_step(rng: random.Random) -> Step:
+def random_step(rng: random.Random, query_len: int = 1) -> Step:
     """Return up to 6 requests of up to 60 tokens, decodes first, as vLLM sorts them; some steps have one kind only."""
-    decodes = [(rng.randrange(60), 1) for _ in range(rng.randrange(0, 4))]
+    decodes = [(rng.randrange(60 - query_len), rng.randint(1, query_len)) for _ in range(rng.randrange(0, 4))]
     prefills = [
-        (rng.choice([0, 0, rng.randrange(30)]), rng.randrange(2, 30)) for _ in range(rng.randrange(0, 4))
+        (rng.choice([0, 0, rng.randrange(30)]), rng.randrange(query_len + 1, 30))
+        for _ in range(rng.randrange(0, 4))
     ]
     return Step([*decodes, *prefills] or [(3, 1)])
 
@@ -283,26 +324,58 @@ def test_each_row_is_one_attentions_and_the_other_skips_it(make_config: MakeConf
         assert captured.prefill_computed_tokens.tolist()[: len(prefills)] == prefills
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+@pytest.mark.parametrize("num_drafts", [0, 1, 7])
+def test_what_is_captured_describes_any_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, fused: bool, num_drafts: int
+) -> None:
+    """As a graph reads it, with the torch kernels."""
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    drafts = {"speculative_config": n_grams(num_drafts)} if num_drafts else {}
+    config = make_config(additional_config={"rose": {"fused_kv_append": fused}}, **drafts)
+    impl, builder = make_layer(config), make_builder(config)
+    buffers = Buffers(8, 150, "cpu")
+    buffers.fill(Step(STEPS["mixed"]))
+    captured = builder.build_for_cudagraph_capture(buffers.common_metadata())
+    rng = random.Random(5)
+    steps = [*map(Step, STEPS.values()), *(random_step(rng, 1 + num_drafts) for _ in range(40))]
+    assert any(step.num_tokens > len(step.rows) for step in steps)
+    for step in steps:
+        buffers.fill(step)
+        builder.build(0, buffers.common_metadata())
+        # What the torch kernels plan depends on the step.
+        captured.step = None
+        tensors = (buffers.query, buffers.key, buffers.value, buffers.cache)
+        impl.forward(None, *tensors, captured, buffers.output)
+        torch.testing.assert_close(buffers.output[: step.num_tokens], step.expected(), rtol=1e-4, atol=1e-5)
+        assert (buffers.output[step.num_tokens :] == 7.0).all(), "padding was written"
+        assert torch.equal(buffers.cache.nan_to_num(nan=-1e9), step.expected_cache())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
-@pytest.mark.parametrize("num_rows", [6, 40])
-def test_one_graph_serves_any_step(make_config: MakeConfig, fused: bool, num_rows: int) -> None:
-    config = make_config(additional_config={"rose": {"fused_kv_append": fused}})
+@pytest.mark.parametrize(("num_rows", "num_drafts"), [(6, 0), (40, 0), (6, 3), (40, 7)])
+def test_one_graph_serves_any_step(
+    make_config: MakeConfig, fused: bool, num_rows: int, num_drafts: int
+) -> None:
+    drafts = {"speculative_config": n_grams(num_drafts)} if num_drafts else {}
+    config = make_config(additional_config={"rose": {"fused_kv_append": fused}}, **drafts)
     impl, builder = make_layer(config), make_builder(config, "cuda")
-    buffers = Buffers(num_rows, 96, "cuda")
+    buffers = Buffers(num_rows, 150, "cuda")
 
     def forward(metadata: Any) -> None:
         impl.forward(None, buffers.query, buffers.key, buffers.value, buffers.cache, metadata, buffers.output)
 
     buffers.fill(Step(STEPS["mixed"]))
-    buffers.max_query_len = 96
+    buffers.max_query_len = 150
     forward(builder.build_for_cudagraph_capture(buffers.common_metadata()))
     metadata = builder.build_for_cudagraph_capture(buffers.common_metadata())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward(metadata)
     rng = random.Random(3)
-    for step in (*map(Step, STEPS.values()), *(random_step(rng) for _ in range(40))):
+    steps = (random_step(rng, 1 + num_drafts) for _ in range(40))
+    for step in (*map(Step, STEPS.values()), *steps):
         buffers.fill(step)
         builder.build(0, buffers.common_metadata())
         graph.replay()

@@ -110,6 +110,28 @@ def test_adapters_have_roses_layers(make_config: MakeConfig, llama: str) -> None
     assert layers_of(config) in DECODERS.values()
 
 
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+def test_drafts_that_are_looked_up_have_roses_layers(
+    make_config: MakeConfig, llama: str, method: str
+) -> None:
+    config = make_config(model=llama, speculative_config=n_grams() | {"method": method})
+    assert layers_of(config) in DECODERS.values()
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_drafter_with_a_model_keeps_vllms_layers(
+    make_config: MakeConfig, rose_log: list[str], llama: str, tiny_model_path: Path, case: str
+) -> None:
+    model = llama if case == "llama" else str(tiny_model_path)
+    draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    config = make_config(model=model, speculative_config=draft)
+    if case == "gpt2":
+        assert layers_of(config) == model_choice.GPT2
+    else:
+        assert layers_of(config) == "LlamaForCausalLM"
+        assert idle_parts(rose_log[0])["fused_mlp"] == "a drafter with a model of its own"
+
+
 @pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])
 def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str, on: str) -> None:
     both = ("fused_mlp", "fused_add_layernorm")
@@ -153,7 +175,6 @@ def test_language_models_beside_images_have_roses_layers(
         ({"compilation_config": {"compile_mm_encoder": True}}, "compile_mm_encoder"),
         ({"quantization": "fp8_per_block"}, "quantized weights beside an encoder of images"),
         ({"hf_overrides": {"text_config": {"rope_parameters": None}}}, "rotary positions of another kind"),
-        ({"speculative_config": n_grams()}, "drafts"),
     ],
     ids=str,
 )
@@ -231,7 +252,6 @@ def test_mrope_angles(section: tuple[int, int, int], is_interleaved: bool) -> No
         ({"enable_lora": True, "max_lora_rank": 128}, "LoRA of ranks above 64"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "LoRA with tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"speculative_config": n_grams()}, "drafts"),
         ({"cpu_offload_gb": 1}, "weight offloading"),
         ({"offload_group_size": 2}, "weight offloading"),
         ({"load_format": "sharded_state"}, "this load format"),

@@ -45,6 +45,7 @@ H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
 SAMPLING_KERNELS = {*SAMPLER_KERNELS, *REPORT_KERNELS, *MASK_KERNELS}
 N_GRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+TWO_DRAFTS = {**N_GRAMS, "num_speculative_tokens": 2}
 LAYER_KERNELS = {
     *("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel"),
     "small_batch_linear_kernel",
@@ -498,7 +499,9 @@ class RandomSteps:
         scheduler, rng = self._config.scheduler_config, self.rng
         num_rows = self._size(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
         num_decodes = int(rng.choice([num_rows, num_rows - 1, 0, rng.integers(0, num_rows + 1)]))
-        query_lens = rng.integers(1, self._builder.reorder_batch_threshold + 1, num_decodes)
+        most_tokens = self._builder.reorder_batch_threshold
+        # All drafts that are asked for, or some.
+        query_lens = rng.integers(rng.choice([1, most_tokens]), most_tokens + 1, num_decodes)
         num_prompts = num_rows - num_decodes
         most = scheduler.max_num_batched_tokens - int(query_lens.sum())
         if num_prompts and most > num_prompts:
@@ -584,6 +587,8 @@ def test_attention_of_random_steps(gpu_config: Callable[..., Any], case: str) ->
         ("qwen3", H100, {"max_num_seqs": 600, "dtype": "bfloat16"}),
         ("qwen2", A100, {"max_num_batched_tokens": 300}),
         ("mistral", H100, {"tensor_parallel_size": 2}),
+        ("llama-biases", H100, {"speculative_config": TWO_DRAFTS, "dtype": "bfloat16"}),
+        ("qwen3", H100, {"speculative_config": TWO_DRAFTS, "max_num_seqs": 1, "dtype": "float32"}),
         ("qwen3", H100, {"additional_config": {"rose": {"fused_mlp": False}}}),
         ("qwen3", H100, {"quantization": "fp8_per_block", "dtype": "bfloat16"}),
         ("llama-biases", H100, {"quantization": "fp8_per_channel", "max_num_seqs": 256}),

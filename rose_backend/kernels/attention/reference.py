@@ -121,10 +121,11 @@ def _find_queries(
     else:
         starts = kv.query_start_loc[:-1].to(torch.int64)
         counts = kv.query_start_loc[1:] - starts
-        if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= kv.max_query_len:
+        attended = counts[computed >= 0]
+        if attended.numel() and not 0 <= int(attended.min()) <= int(attended.max()) <= kv.max_query_len:
             raise ShapeError(
                 f"query_start_loc: expected 0 to max_query_len={kv.max_query_len} tokens per row, got "
-                f"{int(counts.min())} to {int(counts.max())}"
+                f"{int(attended.min())} to {int(attended.max())}"
             )
     has_tokens = (computed >= 0) & (counts > 0)
     rows = None

@@ -23,7 +23,7 @@ from rose_backend.layers.attention import AttentionRows, AttentionStep
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps, why_prompts_need_python
-from rose_backend.vllm_plugin.options import replays_steps
+from rose_backend.vllm_plugin.options import has_drafter_model, replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
@@ -34,7 +34,7 @@ _USUAL_PREFILL_LEN = 256
 @dataclass(slots=True)
 class RoseAttentionMetadata:
     """One step. Rows are requests, decodes first. A row with negative computed tokens is skipped: padding, or a row of
-    the other kind.
+    the other kind. So is one without tokens, where rows may have several.
 
     A graph captured with it is replayed for other steps, so tensors that kernels read keep their addresses. In a graph
     of mixed steps decode and prefill attention both go through all rows, and each finds its own when the graph runs.
@@ -63,8 +63,8 @@ class RoseAttentionMetadata:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether all rows decode, a token each."""
-        return self.num_prefill_tokens == 0 and self.max_decode_query_len == 1
+        """Whether all rows decode, each with a token and its drafts."""
+        return self.num_prefill_tokens == 0
 
     @property
     def is_first_run(self) -> bool:
@@ -157,7 +157,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Any step on CUDA; with drafts, decodes only, drafts included where decode attention takes them.
+        """Any step on CUDA; beside a drafter with a model, decodes only, drafts included where decode attention takes
+        them.
 
         The torch reference kernels plan on the CPU, so no graph may contain them. Attention alone could be in a graph
         of any step of any model. But vLLM asks for nothing else before it replays prompts, and a model's Python may
@@ -166,7 +167,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if not current_platform.is_cuda():
             return AttentionCGSupport.NEVER
         if (
-            max_decode_query_len(vllm_config) == 1
+            not has_drafter_model(vllm_config)
             and vllm_config.use_v2_model_runner
             and why_prompts_need_python(vllm_config) is None
         ):
@@ -190,8 +191,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         return dataclasses.replace(
             metadata,
             num_decodes=num_rows,
-            num_decode_tokens=num_rows,
-            max_decode_query_len=1,
+            num_decode_tokens=num_rows if self.reorder_batch_threshold == 1 else num_tokens,
+            max_decode_query_len=self.reorder_batch_threshold,
             first_prefill_row=0,
             num_prefill_tokens=num_tokens,
             prefill_start_loc=common.query_start_loc,
@@ -246,15 +247,20 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         seq_lens = common.seq_lens
         num_rows = seq_lens.shape[0]
         computed_tokens = self._computed_tokens[:, :num_rows]
+        # As few operations as possible where no row has a prompt: small batches wait for the CPU.
+        decodes_only = first_prefill_row == common.num_reqs
+        if decodes_only and self._has_prefills:
+            self._computed_tokens[1].fill_(-1)
+            self._has_prefills = False
         if common.max_query_len <= 1:
-            if self._has_prefills:
-                self._computed_tokens[1].fill_(-1)
-                self._has_prefills = False
-            # One operation instead of six: small batches wait for the CPU.
             torch.sub(seq_lens, 1, out=computed_tokens[0])
             return computed_tokens
-        self._has_prefills = True
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        if decodes_only:
+            # Rows of padding have no tokens, which says the same.
+            torch.sub(seq_lens, query_lens, out=computed_tokens[0])
+            return computed_tokens
+        self._has_prefills = True
         num_computed = seq_lens - query_lens
         if self.reorder_batch_threshold > 1:
             num_computed.masked_fill_(query_lens == 0, -1)

@@ -7,6 +7,7 @@ models. Rose's attention decides on the device which rows decode, so one graph s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,10 @@ from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import (
+    DRAFTER_MODEL,
     first_reason,
     has_connector_in_layers,
+    has_drafter_model,
     is_rose_selected,
     rose_options,
     why_adapters_need_vllms_steps,
@@ -47,7 +50,7 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
         "model runner V1": not vllm_config.use_v2_model_runner,
         "layers with a state": model_config is not None and model_config.is_hybrid,
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
-        "drafts": vllm_config.speculative_config is not None,
+        DRAFTER_MODEL: has_drafter_model(vllm_config),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     return (
@@ -123,23 +126,31 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
 def add_decode_graphs(manager: Any) -> None:
     """Capture graphs for decode-only steps, too, and prefer them: they need no prefill attention.
 
+    All rows of such a step have a token and, beside drafts, as many drafts as are asked for.
+
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
     """
-    mixed = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    decodes = [
-        replace(desc, num_reqs=desc.num_tokens, uniform_token_count=1)
-        for desc in mixed
-        if desc.num_tokens <= manager.max_num_reqs
-    ]
+    query_len, mixed = manager.decode_query_len, manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    largest = max((desc.num_tokens for desc in mixed), default=0)
+    most = min(manager.max_num_reqs, largest // query_len)
+    decodes = {}
+    for desc in mixed:
+        num_rows = -(-desc.num_tokens // query_len)
+        if num_rows <= most:
+            rounded = replace(
+                desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
+            )
+            decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
         [*mixed, *decodes], key=lambda desc: desc.num_tokens, reverse=True
     )
     # With LoRA each size has a graph without adapters, too.
-    decode_of = {(desc.num_tokens, desc.num_active_loras): desc for desc in decodes}
-    for candidates in manager._candidates.values():
-        found = (decode_of.get((desc.num_tokens, desc.num_active_loras)) for desc in candidates)
-        candidates[:0] = [desc for desc in found if desc is not None]
+    decode_of = {size: desc for desc, size in decodes.items()}
+    sizes = sorted({num_tokens for num_tokens, _ in decode_of})
+    for (num_tokens, num_active_loras), candidates in manager._candidates.items():
+        if (index := bisect_left(sizes, num_tokens)) < len(sizes):
+            candidates.insert(0, decode_of[sizes[index], num_active_loras])
 
 
 def launch_long_prefills(manager: Any) -> None:

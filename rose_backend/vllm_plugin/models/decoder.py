@@ -308,7 +308,7 @@ def mrope_axes(section: Sequence[int], *, is_interleaved: bool) -> list[int]:
 class ModuleAttention:
     """Attention of one step by vLLM's attention modules; a ``StepAttention``."""
 
-    __slots__ = ("_names", "_out", "appends", "decodes_only", "last_tokens")
+    __slots__ = ("_names", "_out", "appends", "decodes_only", "last_tokens", "rotates")
 
     def __init__(self, modules: Sequence[Any], out: torch.Tensor) -> None:
         """``out`` [T, HQ, D] is written by each layer. What layers share is launched here, if anything is."""
@@ -321,6 +321,7 @@ class ModuleAttention:
         # A KV connector may have its own work before a layer's attention.
         self.appends = layer.appends_in_attention and not layer.has_connector_in_layers
         self.last_tokens = None
+        self.rotates = self.decodes_only and self.appends and metadata.max_decode_query_len == 1
         if self.decodes_only and self.appends:
             # Layers of one group and window share a plan.
             contexts = map(get_attention_context, self._names)

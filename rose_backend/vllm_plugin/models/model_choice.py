@@ -17,7 +17,7 @@ from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
-from rose_backend.vllm_plugin.options import first_reason
+from rose_backend.vllm_plugin.options import DRAFTER_MODEL, first_reason, has_drafter_model
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
@@ -163,7 +163,8 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     reasons = {
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "dual batch overlap": parallel_config.enable_dbo,
-        "drafts": vllm_config.speculative_config is not None,
+        # It asks for hidden states of some layers, or was not tried.
+        DRAFTER_MODEL: has_drafter_model(vllm_config),
         "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         "this load format": load_format not in _LOAD_FORMATS,
         "this weight transfer backend": transfer not in (None, *_WEIGHT_TRANSFERS),

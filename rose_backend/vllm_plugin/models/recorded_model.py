@@ -100,9 +100,12 @@ def projections(vllm_config: VllmConfig, layer: Any, num_tokens: int) -> Iterato
 
 
 def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentionMetadata]:
-    """Yield decode-only and mixed steps, of each number of rows that kernels are compiled apart for."""
+    """Yield decode-only and mixed steps, of each number of rows and of tokens that kernels are compiled apart for."""
     builder = RoseAttentionMetadataBuilder(None, ["layer"], vllm_config, _META)
     query_len = builder.reorder_batch_threshold
+    for num_tokens in row_counts(query_len):
+        # One row: with fewer drafts than are asked for.
+        yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
     for num_rows in reversed(_row_counts(vllm_config, layer, query_len)):
         for each in sorted({1, query_len}):
             yield builder.build(0, recorded_step(vllm_config, [each] * num_rows))
@@ -123,7 +126,11 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
 
 
 def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int]:
-    """Return numbers of rows, one for each group that kernels of ``layer`` and around it are compiled apart for."""
+    """Return numbers of rows, one for each group that kernels of ``layer`` and around it are compiled apart for.
+
+    Args:
+        query_len: tokens of a row that decodes with all drafts.
+    """
     dtype = vllm_config.model_config.dtype
     sizes = {
         "num_heads": layer.num_heads,
@@ -135,7 +142,10 @@ def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int
     }
     return row_counts(
         vllm_config.scheduler_config.max_num_seqs,
-        lambda num_rows: tuple(decode_kind(num_rows, max_query_len=each, **sizes) for each in (1, query_len)),
+        lambda num_rows: (
+            (num_rows * query_len - 1).bit_length(),
+            *(decode_kind(num_rows, max_query_len=each, **sizes) for each in (1, query_len)),
+        ),
     )
 
 
@@ -166,8 +176,13 @@ class RecordedAttention:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether all rows of the step decode, a token each."""
+        """Whether all rows of the step decode."""
         return self.metadata.decodes_only
+
+    @property
+    def rotates(self) -> bool:
+        """Whether attention may rotate in the step."""
+        return self.appends and self.decodes_only and self.metadata.max_decode_query_len == 1
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
         """Launch a step of one layer, of each layout of its queries, keys and values."""

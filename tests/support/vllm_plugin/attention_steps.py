@@ -126,9 +126,11 @@ def attend(layer: RoseAttentionImpl, step: Step, metadata: Any) -> torch.Tensor:
 class Manager(CudaGraphManager):
     """vLLM's choice of graphs without a device."""
 
-    def __init__(self, config: Any, mode: CUDAGraphMode, max_num_reqs: int) -> None:
+    def __init__(
+        self, config: Any, mode: CUDAGraphMode, max_num_reqs: int, decode_query_len: int = 1
+    ) -> None:
         self.vllm_config, self.compilation_config = config, config.compilation_config
-        self.cudagraph_mode, self.max_num_reqs, self.decode_query_len = mode, max_num_reqs, 1
+        self.cudagraph_mode, self.max_num_reqs, self.decode_query_len = mode, max_num_reqs, decode_query_len
         self.varlen_decode, self.ubatch_runner = False, None
         self.lora_capture_cases = get_lora_capture_cases(config.lora_config, config.compilation_config)
         self._lora_dispatch_map, self._max_lora_case = self._build_lora_dispatch_map()
