@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu
 INT4_MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3-chat-w4a16"
 LOADED = [form for form in INT4_FORMATS if not (form.startswith("gptq") and "zeros" in form)]
 """vLLM takes GPTQ's symmetric checkpoints only."""
-ASKED = {"additional_config": {"rose": {"max_quantized_rows": 256}}}
 OF_EACH_PACKAGE = ["pack-quantized 128 zeros", "pack-quantized 32", "awq 128 zeros", "gptq 128"]
 
 
@@ -55,13 +54,13 @@ def test_few_and_many_rows_are_multiplied_by_what_the_checkpoint_says(
 ) -> None:
     # vLLM's Qwen2 divides the width by the number of heads.
     path, dense = write_pair(tmp_path, family, form, **({"head_dim": 96} if family == "qwen2" else {}))
-    for rows in (256, 0):
+    for rows in (None, 0):
         packed.clear()
         options = {"additional_config": {"rose": {"max_quantized_rows": rows}}}
         with make_engine(model=str(path), **options) as llm:
             pairs = linears(llm)
             assert_right(dense, prompts, complete(llm, prompts))
-        assert bool(packed) == (rows > 0)
+        assert bool(packed) == (rows is None)
         is_int4 = [isinstance(linear.weight, Int4Weight) for _, linear in pairs]
         assert is_int4 == [True] * 7 + [False] and "layers.1.mlp.down_proj" in KEPT
         for module, linear in pairs[:7]:
@@ -75,12 +74,12 @@ def test_few_and_many_rows_are_multiplied_by_what_the_checkpoint_says(
             assert tensors == {each.data_ptr() for each in kept if each is not None}
 
 
-@pytest.mark.parametrize(("rows", "num_prompts", "by_rose"), [(3, 3, True), (3, 4, False), (256, 4, True)])
+@pytest.mark.parametrize(("rows", "num_prompts", "by_rose"), [(3, 3, True), (3, 4, False), (None, 4, True)])
 def test_the_option_says_how_many_decodes_take_the_weights_as_they_are(
     make_engine: MakeEngine,
     tmp_path: Path,
     packed: list[Any],
-    rows: int,
+    rows: int | None,
     num_prompts: int,
     by_rose: bool,
 ) -> None:
@@ -105,7 +104,7 @@ def test_errors_in_16_bits_are_at_most_those_of_a_dense_model(
     errors = []
     quantized, dense = write_pair(tmp_path, "qwen3", form)
     for path in (quantized, dense):
-        with make_engine(model=str(path), dtype=dtype, **ASKED) as llm:
+        with make_engine(model=str(path), dtype=dtype) as llm:
             assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
             completions = complete(llm, prompts)
         judged = judge(dense, prompts, [list(each.token_ids) for each in completions])
@@ -130,7 +129,7 @@ def test_reloaded_weights_are_where_the_old_ones_were(
         write_pair(tmp_path / str(seed), "qwen3", form, seed=seed, tie_word_embeddings=False)
         for seed in range(2)
     ]
-    with make_engine(model=str(paths[0][0]), **ASKED) as llm:
+    with make_engine(model=str(paths[0][0])) as llm:
         assert_right(paths[0][1], prompts, complete(llm, prompts))
         memory = memory_of(llm)
         for turn in (1, 0, 1):
@@ -158,7 +157,7 @@ def test_adapters(
     adapter = LoRARequest("an adapter", 1, str(tmp_path / "adapter"))
     requests = [adapter] * len(prompts) + [None] * len(prompts)
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    for rows in (256, 0):
+    for rows in (None, 0):
         packed.clear()
         options = {"additional_config": {"rose": {"max_quantized_rows": rows}}}
         with make_engine(model=str(path), **lora, **options) as llm:
@@ -167,7 +166,7 @@ def test_adapters(
         answers = [output.outputs[0] for output in outputs]
         assert_right(merged, prompts, answers[: len(prompts)])
         assert_right(dense, prompts, answers[len(prompts) :])
-        assert bool(packed) == (rows > 0)
+        assert bool(packed) == (rows is None)
 
 
 def test_the_chat_model_answers_as_without_vllm(make_engine: MakeEngine, packed: list[Any]) -> None:
@@ -176,7 +175,7 @@ def test_the_chat_model_answers_as_without_vllm(make_engine: MakeEngine, packed:
     with LLM(str(INT4_MODEL), device="cpu", dtype="float32") as alone:
         outputs = alone.generate(list(map(list, prompts)), RoseSamplingParams(**params))
         expected = [list(output.outputs[0].token_ids) for output in outputs]
-    with make_engine(model=str(INT4_MODEL), **ASKED) as llm:
+    with make_engine(model=str(INT4_MODEL)) as llm:
         outputs = generate(llm, prompts, SamplingParams(**params))
         assert all(isinstance(linear.weight, Int4Weight) for _, linear in linears(llm))
     assert packed and [list(output.outputs[0].token_ids) for output in outputs] == expected

@@ -500,9 +500,7 @@ def int4(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatc
         path, _ = write_pair(tmp_path, "qwen3", form)
         described = json.loads((path / "config.json").read_text())["quantization_config"]
         change_json(path / "config.json", quantization_config=described | (fields or {}))
-        asked = {"rose": {"max_quantized_rows": 256}}
-        defaults = {"dtype": "float32", "enforce_eager": False, "additional_config": asked}
-        return make_config(**{"model": str(path), **defaults, **options})
+        return make_config(**{"model": str(path), "dtype": "float32", "enforce_eager": False, **options})
 
     return make
 
@@ -576,7 +574,6 @@ def test_other_int4_weights_have_vllms_layers(
     ("options", "reason"),
     [
         ({"is_cuda": False}, "int4 weights without a CUDA device"),
-        ({"additional_config": {}}, "int4 weights without max_quantized_rows"),
         ({"tensor_parallel_size": 2}, None),
         ({"additional_config": {"rose": {"quantized_layers": False}}}, "quantized_layers off"),
         (

@@ -36,7 +36,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
-from tests.support.quantized_checkpoints import GPU_SIZES, INT4_FORMATS, write_pair
+from tests.support.quantized_checkpoints import GPU_SIZES, write_pair
 from tests.support.vllm_plugin.configs import MakeConfig, connector
 from tests.support.vllm_plugin.float8_on_cpu import Float8OnCpu
 from tests.support.vllm_plugin.int4_on_cpu import take_int4_on_cpu
@@ -276,7 +276,6 @@ def test_products_with_int4_weights_are_recorded(
     path, _ = write_pair(tmp_path, "qwen3", form)
 
     def recorded(**options: Any) -> dict[str, list[KernelSource]]:
-        options = {"additional_config": {"rose": {"max_quantized_rows": 256}}, **options}
         config = make_gpu_config(
             make_config, [*SIZES[:-1], 128, 512], model=str(path), max_num_seqs=128, **options
         )
@@ -295,10 +294,6 @@ def test_products_with_int4_weights_are_recorded(
     assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
     options = {"additional_config": {"rose": {"max_quantized_rows": 0}}}
     assert [bool(each) for each in recorded(dtype="float16", **options).values()] == [False, True]
-    # vLLM's layers stay where Rose's are not asked for.
-    config = make_gpu_config(make_config, SIZES, model=str(path), dtype="bfloat16", additional_config={})
-    assert config.model_config.hf_config.architectures == ["Qwen3ForCausalLM"]
-    assert "small_batch_linear_kernel" not in {each.name for each in sources_of(config, make_layer(config))}
     # A rank's products are by both kernels, too.
     assert all(recorded(dtype="bfloat16", tensor_parallel_size=2).values())
 
@@ -612,8 +607,6 @@ def test_layers_of_random_steps(
     path = write_checkpoint(tmp_path / case, case, **sizes) if form is None else tmp_path / case
     if form is not None:
         path, _ = write_pair(path, case, form, **sizes)
-    if form in INT4_FORMATS:
-        options = {"additional_config": {"rose": {"max_quantized_rows": 256}}, **options}
     config = gpu_config(model=str(path), **options)
     with set_current_vllm_config(config):
         layer = RoseAttentionImpl(16, 128, 128**-0.5, 8)

@@ -12,6 +12,7 @@ from rose_backend.config import PluginConfig
 from rose_backend.kernels import Int4Weight
 from rose_backend.kernels.arguments import INT4_GROUPS
 from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ_V2, Int4Format
+from rose_backend.layers.decoder import max_packed_int4_rows
 from rose_backend.vllm_plugin.options import first_reason
 
 
@@ -93,18 +94,15 @@ def _compressed_scheme(quant_config: Any) -> Int4Scheme | None:
     return found.pop() if len(found) == 1 else None
 
 
-def why_int4_stays(options: PluginConfig) -> str | None:
+def why_int4_stays() -> str | None:
     """Return why vLLM's layers run a model with int4 weights; None if Rose's can."""
     reasons = {
         "int4 weights without a CUDA device": not current_platform.is_cuda(),
-        # Answers were compared on CPUs only, and 128 requests were slower than vLLM's when it was tried.
-        "int4 weights without max_quantized_rows": options.max_quantized_rows is None,
         "VLLM_MARLIN_INPUT_DTYPE": envs.VLLM_MARLIN_INPUT_DTYPE is not None,
     }
     return first_reason(reasons)
 
 
 def max_int4_rows(options: PluginConfig) -> int:
-    """Return up to how many tokens of a step Rose's kernel multiplies by int4 weights as they are."""
-    assert options.max_quantized_rows is not None, "vLLM's layers stay without it"
-    return options.max_quantized_rows
+    """Return how many decodes multiply int4 weights by Rose's kernel as they are."""
+    return max_packed_int4_rows() if options.max_quantized_rows is None else options.max_quantized_rows

@@ -117,9 +117,8 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
     halved = fewest_halved_rows(vllm_config.model_config.get_hidden_size(), _num_processors())
     if query_len < halved <= vllm_config.scheduler_config.max_num_batched_tokens:
         yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
-    most = rose_options(vllm_config).max_quantized_rows
-    # Without it vLLM's layers stay.
-    if most is not None and int4_scheme(vllm_config.quant_config) is not None:
+    if int4_scheme(vllm_config.quant_config) is not None:
+        most = max_int4_rows(rose_options(vllm_config))
         for num_tokens in row_counts(min(most, vllm_config.scheduler_config.max_num_batched_tokens)):
             # Rose's kernel multiplies prompts of few tokens, too.
             yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
