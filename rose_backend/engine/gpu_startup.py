@@ -32,14 +32,17 @@ from rose_backend.kernels.tuning.choices import (
     TUNED_PAIRS_PER_EXPERT,
     TUNED_QUERY_LENS,
     decode_kind,
+    int4_kind,
     num_processors,
     row_counts,
     rows_tile,
 )
 from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.decoder import max_packed_int4_rows
 from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.quantization import Int4Quantization
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
 from rose_backend.scheduling import default_token_budgets
 
@@ -120,8 +123,8 @@ def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) 
 
 
 def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
-    """Return ``decode_kind`` of this model's heads on a GPU with ``num_processors``."""
-    return functools.partial(
+    """Return what decodes are compiled for: ``decode_kind`` of this model's heads on a GPU with ``num_processors``."""
+    of_attention = functools.partial(
         decode_kind,
         num_heads=model.num_attention_heads,
         num_kv_heads=model.num_kv_heads,
@@ -129,11 +132,17 @@ def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Has
         dtype=model.dtype,
         num_processors=num_processors,
     )
+    if not isinstance(model.quantization, Int4Quantization):
+        return of_attention
+    return lambda num_rows: (of_attention(num_rows), int4_kind(num_rows))
 
 
 def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
     """Return numbers of tokens: any other number has the tile configuration of one of these, or of one token."""
     counts = [fewest_halved_rows(model.hidden_size, num_processors)]
+    if isinstance(model.quantization, Int4Quantization):
+        # Rose's kernel multiplies prompts of few tokens, too.
+        counts += row_counts(max_packed_int4_rows(), int4_kind)
     if (experts := model.experts) is not None:
         counts += [int(pairs * experts.num_experts) // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]
     return counts

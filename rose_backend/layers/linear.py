@@ -18,6 +18,7 @@ from rose_backend.kernels import (
     Adapters,
     Experts,
     InputQuantization,
+    Int4Weight,
     NormInput,
     PackedLinear,
     PackedNorm,
@@ -72,8 +73,8 @@ class Linear:
     quantized weight is the same one."""
     adapters: Adapters | None = None
     many_rows: Callable[[torch.Tensor | QuantizedActivations], torch.Tensor] | None = None
-    """The host's own product, bias included, of batches that are not small. Only it knows what is in ``weight`` where
-    there is no packed layer."""
+    """The product, bias included, of batches that are not small: the host's own, which alone may know what is in
+    ``weight`` where there is no packed layer, or ``int4_product``. None: a library's."""
     quantization: InputQuantization | None = None
     """How ``many_rows`` takes its input, too; without it, how the library's product of a ``Float8Weight`` does. None:
     as it is alone."""
@@ -162,6 +163,21 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
         return replace(linear, packed=packed)
     bias = None if packed.bias is None else packed.bias.to(packed.weight.dtype)
     return Linear(packed.weight.t(), bias, packed, linear.adapters)
+
+
+def int4_product(
+    weight: Int4Weight,  # [O, E]
+    bias: torch.Tensor | None,  # [O]
+    max_rows: int,
+) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
+    """Return the product of steps other than small batches: by Rose's kernel up to ``max_rows``, else a library's."""
+    layer = pack_linear(weight, bias)
+
+    def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "nothing quantizes its input"
+        return small_batch_linear(x, layer) if len(x) <= max_rows else quantized_linear(x, weight, bias)
+
+    return multiply
 
 
 def with_packed(norm: Norm) -> Norm:

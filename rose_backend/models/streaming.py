@@ -30,7 +30,8 @@ from rose_backend.kernels.arguments import (
     Weight,
 )
 from rose_backend.kernels.linear.int4_formats import Int4Format, StoredInt4, store_int4
-from rose_backend.layers.linear import Linear, Norm
+from rose_backend.layers.decoder import max_packed_int4_rows
+from rose_backend.layers.linear import Linear, Norm, int4_product
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.quantization import (
     UNUSED_SUFFIXES,
@@ -186,6 +187,8 @@ class WeightReader:
         elif isinstance(quantization, Int4Quantization):
             for name, size in fan_outs.items():
                 self._expect_zeros(f"{self.prefix}{name}.bias", size)
+        if isinstance(weight, Int4Weight):
+            return Linear(weight, bias, many_rows=int4_product(weight, bias, max_packed_int4_rows()))
         return Linear(weight, bias, quantization=input_quantization)
 
     def _expect_zeros(self, name: str, size: int) -> None:

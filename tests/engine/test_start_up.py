@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.tuning.choices import (
     TUNED_QUERY_LENS,
     choose_expert_config,
+    choose_int4_config,
     decode_tuning,
     prefill_tuning,
     rows_tile,
@@ -36,6 +37,7 @@ from rose_backend.kernels.tuning.choices import (
 from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
 from rose_backend.scheduling import default_token_budget
+from tests.support.quantized_checkpoints import describe
 
 GIB = 1 << 30
 ON_GPU = StartUpReport(
@@ -213,7 +215,9 @@ def test_padding_passes_reach_every_cut_of_experts(
     num_experts: int, top_k: int, max_num_seqs: int, token_budget: int
 ) -> None:
     model: Any = SimpleNamespace(
-        hidden_size=2048, experts=SimpleNamespace(num_experts=num_experts, top_k=top_k)
+        hidden_size=2048,
+        experts=SimpleNamespace(num_experts=num_experts, top_k=top_k),
+        quantization=None,
     )
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget)
     passes = padding_passes(config, token_counts=token_counts(model, 132))
@@ -231,6 +235,38 @@ def test_padding_passes_reach_every_cut_of_experts(
     assert all(chosen_configs(num_tokens) in reached for num_tokens in range(1, token_budget + 1))
 
 
+@pytest.mark.parametrize("has_wgmma", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [(4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (1152, 896), (896, 4864)],
+)
+def test_padding_passes_reach_every_product_with_int4_weights(
+    columns: int, depth: int, has_wgmma: bool
+) -> None:
+    fields: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096}
+    fields |= {"num_key_value_heads": 8, "max_position_embeddings": 1024, "vocab_size": 512}
+    model = ModelConfig.from_hf(
+        {**fields, "quantization_config": describe("awq 128 zeros", [])},
+        names={"norm_eps": "rms_norm_eps"},
+        dtype=torch.float16,
+        device="cpu",
+    )
+    config = EngineConfig(model="m", max_num_seqs=256, max_num_batched_tokens=2048)
+    passes = padding_passes(config, decode_kinds(model, 132), token_counts(model, 132))
+
+    def kernel(num_tokens: int) -> Any:
+        options: Any = {"step": 64, "exact": False, "has_wgmma": has_wgmma}
+        return choose_int4_config(num_tokens, columns, depth, **options)
+
+    def kernels(counts: Iterable[int]) -> set[Any]:
+        return {kernel(count) for count in counts}
+
+    expected = kernels(range(1, 257))
+    assert kernels(each.num_decodes for each in passes if not each.num_prefills) == expected
+    prompts = {each.num_tokens for each in passes if each.num_prefills == 1 and not each.num_decodes}
+    assert kernels(count for count in prompts if count <= 256) == expected
+
+
 @pytest.mark.parametrize("num_processors", [78, 108, 132, 148])
 def test_padding_passes_reach_products_in_halves(num_processors: int) -> None:
     def is_halved(num_tokens: int, width: int) -> bool:
@@ -242,7 +278,9 @@ def test_padding_passes_reach_products_in_halves(num_processors: int) -> None:
 
     with meta_stands_for(GpuProperties((9, 0), num_processors)):
         for width in (1024, 2048, 4096):
-            (count,) = token_counts(SimpleNamespace(hidden_size=width, experts=None), num_processors)  # type: ignore[arg-type]
+            (count,) = token_counts(
+                SimpleNamespace(hidden_size=width, experts=None, quantization=None), num_processors
+            )  # type: ignore[arg-type]
             halved = [num_tokens for num_tokens in range(1, 2500) if is_halved(num_tokens, width)]
             assert not halved or halved[0] == count
 

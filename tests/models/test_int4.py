@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ModelError
-from rose_backend.kernels import Int4Weight
+from rose_backend.kernels import Int4Weight, quantized_linear, small_batch_linear
 from rose_backend.layers.decoder import max_packed_int4_rows, max_packed_rows
 from rose_backend.models.base import load_model
 from tests.support.half_precision import judge
@@ -143,6 +144,26 @@ def test_small_batches_are_larger_with_weights_in_4_bits(
         model.pack_for_small_batches()
         first_norms = [model._decoder.first_norm(rows, decodes) for rows in (most, most + 1)]
         assert [norm is not None for norm in first_norms] == [True, False]
+
+
+def test_prompts_of_few_tokens_are_multiplied_by_roses_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = mock.Mock(side_effect=small_batch_linear), mock.Mock(side_effect=quantized_linear)
+    monkeypatch.setattr("rose_backend.layers.linear.small_batch_linear", few)
+    monkeypatch.setattr("rose_backend.layers.linear.quantized_linear", many)
+    monkeypatch.setattr("rose_backend.models.streaming.max_packed_int4_rows", lambda: 2)
+    quantized, dense = write_pair(tmp_path, "qwen3", INT4_FORMATS[0])
+    for each, same in list(
+        zip(linears_of(load_model(quantized)), linears_of(load_model(dense)), strict=True)
+    )[:7]:
+        assert each.many_rows is not None and isinstance(same.weight, torch.Tensor)
+        for num_rows in (1, 2, 3):
+            before = few.call_count, many.call_count
+            x = torch.randn(num_rows, each.num_inputs)
+            torch.testing.assert_close(each.many_rows(x), x @ same.weight)
+            calls = few.call_count - before[0], many.call_count - before[1]
+            assert calls == ((1, 0) if num_rows <= 2 else (0, 1))
 
 
 @pytest.mark.gpu

@@ -42,7 +42,9 @@ def record_moments(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     def checked(x: torch.Tensor | NormInput, layer: PackedLinear, **options: Any) -> torch.Tensor:
-        assert isinstance(x, NormInput), "layers have a norm in front of these products"
+        if not isinstance(x, NormInput):
+            # Of a prompt, by int4 weights: no norm is in front.
+            return small_batch_linear(x, layer, **options)
         hidden = x.scaled if x.norm.weight is None else x.scaled / x.norm.weight
         expected = moments_of(hidden, 1)
         torch.testing.assert_close(x.moments.sum(2, keepdim=True), expected, rtol=1e-4, atol=1e-3)

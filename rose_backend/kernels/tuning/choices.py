@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.tuning.measured import Facts, Table, Value, constants, next_power_of_2
 
@@ -105,6 +106,18 @@ def choose_int4_config(
     facts = {"rows": num_rows, "columns": num_columns, "depth": depth, "exact": exact, "wgmma": has_wgmma}
     config = _INT4_LINEAR.choose(facts)
     return replace(config, block_k=4 * step)
+
+
+_INT4_ROWS = 32
+"""Of the smallest tile of products with more rows."""
+
+
+def int4_kind(num_rows: int) -> Hashable:
+    """Return what products with int4 weights are compiled for, besides the power of two that rows are rounded up to.
+
+    The more tiles of rows there are, the fewer programs share the depth of each.
+    """
+    return -(-min(num_rows, MAX_ROWS + 1) // _INT4_ROWS)
 
 
 def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:

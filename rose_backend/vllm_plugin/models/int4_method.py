@@ -7,22 +7,15 @@ their place instead, module after module, so that each weight is in memory once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.kernels import (
-    Int4Weight,
-    QuantizedActivations,
-    pack_linear,
-    quantized_linear,
-    small_batch_linear,
-)
+from rose_backend.kernels import Int4Weight, pack_linear
 from rose_backend.kernels.linear.int4_formats import StoredInt4, store_int4
-from rose_backend.layers.linear import Linear
+from rose_backend.layers.linear import Linear, int4_product
 from rose_backend.vllm_plugin.models.int4_weights import Int4Scheme
 
 METHODS = (
@@ -32,21 +25,6 @@ METHODS = (
 """vLLM's, whose parameters are as a checkpoint has them until they are processed."""
 SCHEME = "CompressedTensorsWNA16"
 """The one of vLLM's compressed-tensors method that multiplies such weights by activations in 16 bits."""
-
-
-def product_alone(
-    weight: Int4Weight,  # [O, E]
-    bias: torch.Tensor | None,  # [O]
-    max_rows: int,
-) -> Callable[[torch.Tensor | QuantizedActivations], torch.Tensor]:
-    """Return the product of steps other than small batches: by Rose's kernel up to ``max_rows``, else a library's."""
-    layer = pack_linear(weight, bias)
-
-    def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "nothing quantizes its input"
-        return small_batch_linear(x, layer) if len(x) <= max_rows else quantized_linear(x, weight, bias)
-
-    return multiply
 
 
 def added_bias(module: Any) -> torch.Tensor | None:
@@ -124,4 +102,4 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         weight = Int4Weight(words, scales, zeros, module.input_size_per_partition)
         bias = added_bias(module)
         packed = pack_linear(weight, bias, gated=self._gated) if self._packs else None
-        return Linear(weight, bias, packed, many_rows=product_alone(weight, bias, self._max_rows))
+        return Linear(weight, bias, packed, many_rows=int4_product(weight, bias, self._max_rows))

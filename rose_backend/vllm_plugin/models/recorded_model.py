@@ -27,7 +27,7 @@ from rose_backend.kernels import (
 from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.pointwise import ops
-from rose_backend.kernels.tuning.choices import decode_kind, row_counts
+from rose_backend.kernels.tuning.choices import decode_kind, int4_kind, row_counts
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -36,6 +36,7 @@ from rose_backend.layers.linear import (
     Norm,
     ResidualStream,
     fewest_halved_rows,
+    int4_product,
     pack_layer,
     packs_layers,
 )
@@ -47,7 +48,6 @@ from rose_backend.vllm_plugin.models.float8_weights import (
     float8_scales,
     max_float8_rows,
 )
-from rose_backend.vllm_plugin.models.int4_method import product_alone
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2, QWEN2_5_VL, QWEN3_VL
 from rose_backend.vllm_plugin.options import rose_options
@@ -119,7 +119,8 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
         yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
     if int4_scheme(vllm_config.quant_config) is not None:
         most = max_int4_rows(rose_options(vllm_config))
-        for num_tokens in row_counts(min(most, vllm_config.scheduler_config.max_num_batched_tokens)):
+        limit = min(most, vllm_config.scheduler_config.max_num_batched_tokens)
+        for num_tokens in row_counts(limit, int4_kind):
             # Rose's kernel multiplies prompts of few tokens, too.
             yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
 
@@ -139,11 +140,13 @@ def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int
         "num_processors": _num_processors(),
         "cache_dtype": torch.float8_e4m3fn if layer.has_float8_cache else dtype,
     }
+    is_int4 = int4_scheme(vllm_config.quant_config) is not None
     return row_counts(
         vllm_config.scheduler_config.max_num_seqs,
         lambda num_rows: (
             (num_rows * query_len - 1).bit_length(),
             *(decode_kind(num_rows, max_query_len=each, **sizes) for each in (1, query_len)),
+            *(int4_kind(num_rows * each) for each in (1, query_len) if is_int4),
         ),
     )
 
@@ -328,7 +331,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
             )
         if scheme is not None:
             weight = scheme.empty(fan_out, fan_in, model.dtype, _META)
-            alone = product_alone(weight, given_bias, max_int4_rows(options))
+            alone = int4_product(weight, given_bias, max_int4_rows(options))
             return Linear(weight, given_bias, adapters=adapters, many_rows=alone)
         return Linear(empty(fan_out, fan_in).t(), given_bias, adapters=adapters)
 
