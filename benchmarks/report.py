@@ -130,6 +130,7 @@ TABLES = {
     "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
     "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
+    "vllm_llama8b_int4": Table("inside_vllm", "h200/vllm_llama8b_int4.json", _offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
     "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),
@@ -171,6 +172,13 @@ SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (
         "inside vLLM, Llama 8B in float8: decode step of 1 / 32 / 128 requests (ms)",
         "vllm_llama8b_fp8",
+        [f"step, {n} requests, greedy" for n in (1, 32, 128)],
+        HOST,
+        (STOCK,),
+    ),
+    (
+        "inside vLLM, Llama 8B in int4: decode step of 1 / 32 / 128 requests (ms)",
+        "vllm_llama8b_int4",
         [f"step, {n} requests, greedy" for n in (1, 32, 128)],
         HOST,
         (STOCK,),

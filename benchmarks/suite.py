@@ -109,6 +109,12 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for name, shape in (("llama8b", "llama-8b-fp8"), ("qwen3_8b", "qwen3-8b-fp8"))
     },
+    "vllm_llama8b_int4": (
+        f"{_OFFLINE} --backends rose rose-in-vllm vllm --shape llama-8b-int4 --dtype bfloat16 --max-num-seqs 128 "
+        "--scenes decode offline --batches 1 8 32 64 128 --cases greedy --offline 64 512 128 --engine-options "
+        """'rose-in-vllm={"additional_config": {"rose": {"max_quantized_rows": 256}}}'""",
+        _ENGINES[:3],
+    ),
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,

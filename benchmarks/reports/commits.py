@@ -33,6 +33,7 @@ COMMITS = {
     "ba762ad472dd1608": "0d20e9c",
     "ec37daddaca92b8c": "35e2dde",
     "5f1d599ba99f66f6": "2043d2d",
+    "362af6f304d91d05": "565c3f4",
     "ac5b196703977cc8": "8a4036a",
     "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",

@@ -500,7 +500,8 @@ def int4(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatc
         path, _ = write_pair(tmp_path, "qwen3", form)
         described = json.loads((path / "config.json").read_text())["quantization_config"]
         change_json(path / "config.json", quantization_config=described | (fields or {}))
-        return make_config(**{"model": str(path), "dtype": "float32", "enforce_eager": False, **options})
+        sizes = {"dtype": "float32", "enforce_eager": False, "max_num_seqs": 64}
+        return make_config(**{"model": str(path), **sizes, **options})
 
     return make
 
@@ -583,6 +584,13 @@ def test_other_int4_weights_have_vllms_layers(
         ({"kernel_config": {"linear_backend": "marlin"}}, "this linear backend"),
         ({"enable_lora": True}, None),
         ({"additional_config": {"rose": {"max_quantized_rows": 0}}}, None),
+        ({"max_num_seqs": 65}, "int4 weights with many requests at once, without max_quantized_rows"),
+        ({"max_num_seqs": 65, "additional_config": {"rose": {"max_quantized_rows": 256}}}, None),
+        ({"max_num_seqs": 16, "speculative_config": n_grams(3)}, None),
+        (
+            {"max_num_seqs": 17, "speculative_config": n_grams(3)},
+            "int4 weights with many requests at once, without max_quantized_rows",
+        ),
     ],
     ids=str,
 )

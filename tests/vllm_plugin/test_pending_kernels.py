@@ -275,7 +275,8 @@ def test_products_with_int4_weights_are_recorded(
     take_int4_on_cpu(monkeypatch)
     path, _ = write_pair(tmp_path, "qwen3", form)
 
-    def recorded(**options: Any) -> dict[str, list[KernelSource]]:
+    def recorded(*, rows: int = 256, **options: Any) -> dict[str, list[KernelSource]]:
+        options["additional_config"] = {"rose": {"max_quantized_rows": rows}}
         config = make_gpu_config(
             make_config, [*SIZES[:-1], 128, 512], model=str(path), max_num_seqs=128, **options
         )
@@ -292,8 +293,7 @@ def test_products_with_int4_weights_are_recorded(
     # Of each depth one. Zeros are bytes.
     assert len(many) == 2
     assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
-    options = {"additional_config": {"rose": {"max_quantized_rows": 0}}}
-    assert [bool(each) for each in recorded(dtype="float16", **options).values()] == [False, True]
+    assert [bool(each) for each in recorded(dtype="float16", rows=0).values()] == [False, True]
     # A rank's products are by both kernels, too.
     assert all(recorded(dtype="bfloat16", tensor_parallel_size=2).values())
 

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.kernels import Int4Weight
 from rose_backend.kernels.arguments import INT4_GROUPS
 from rose_backend.kernels.linear.int4_formats import AWQ, COMPRESSED_TENSORS, GPTQ_V2, Int4Format
+from rose_backend.kernels.tuning.measured import constants
 from rose_backend.layers.decoder import max_packed_int4_rows
 from rose_backend.vllm_plugin.options import first_reason
 
@@ -94,15 +96,20 @@ def _compressed_scheme(quant_config: Any) -> Int4Scheme | None:
     return found.pop() if len(found) == 1 else None
 
 
-def why_int4_stays() -> str | None:
-    """Return why vLLM's layers run a model with int4 weights; None if Rose's can."""
+def why_int4_stays(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
+    """Return why vLLM's layers run a model with int4 weights; None if Rose's do."""
+    most = vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+    max_tokens = constants("packed int4 products")["max_tokens"]
     reasons = {
         "int4 weights without a CUDA device": not current_platform.is_cuda(),
+        # Of many tokens vLLM's product is faster.
+        "int4 weights with many requests at once, without max_quantized_rows": most > max_tokens
+        and options.max_quantized_rows is None,
         "VLLM_MARLIN_INPUT_DTYPE": envs.VLLM_MARLIN_INPUT_DTYPE is not None,
     }
     return first_reason(reasons)
 
 
 def max_int4_rows(options: PluginConfig) -> int:
-    """Return how many decodes multiply int4 weights by Rose's kernel as they are."""
+    """Return up to how many tokens of a step Rose's kernel multiplies by int4 weights as they are."""
     return max_packed_int4_rows() if options.max_quantized_rows is None else options.max_quantized_rows

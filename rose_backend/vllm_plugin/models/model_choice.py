@@ -193,7 +193,7 @@ def _why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str |
     }
     reason = first_reason(reasons)
     if reason is not None or scales is None:
-        return reason or why_int4_stays()
+        return reason or why_int4_stays(vllm_config, options)
     return why_float8_stays(vllm_config, options, scales)
 
 
