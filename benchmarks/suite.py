@@ -111,8 +111,9 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     },
     "vllm_llama8b_int4": (
         f"{_OFFLINE} --backends rose rose-in-vllm vllm --shape llama-8b-int4 --dtype bfloat16 --max-num-seqs 128 "
-        "--scenes decode offline --batches 1 8 32 64 128 --cases greedy --offline 64 512 128 --engine-options "
-        """'rose-in-vllm={"additional_config": {"rose": {"max_quantized_rows": 256}}}'""",
+        "--scenes decode offline --batches 1 8 32 64 128 --cases greedy --offline 64 512 128 "
+        """--engine-options 'rose-in-vllm={"enable_flashinfer_autotune":false}' """
+        """--engine-options 'vllm={"enable_flashinfer_autotune":false}'""",
         _ENGINES[:3],
     ),
     "vllm_llama": (

@@ -142,7 +142,7 @@ class PluginConfig(Switches):
     vLLM's own products, whose activations are in 8 bits, take more decodes, and prompts; 0: all. None takes what was
     measured: 32; but with scales of rows or matrices, other than in bfloat16 on capability 9.0, vLLM's layers. Of int4
     weights tokens of a step, prompts included; more are a library's products, in 16 bits. None takes 256, where no step
-    has more than 64 decodes, and vLLM's layers elsewhere."""
+    has more than 128 decodes, and vLLM's layers elsewhere."""
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
     of the same name."""
