@@ -70,10 +70,6 @@ def write_eagle3_drafter(model: Path, num_tokens: int, **changes: Any) -> dict[s
     """Write a head for a small model, which knows four of five tokens, and return vLLM's ``speculative_config``."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     head = write_eagle3_head(model / "head", model, draft_vocab_size=4 * vocab_size // 5, std=0.2, **changes)
-    return {
-        "method": "eagle3",
-        "model": str(head),
-        "num_speculative_tokens": num_tokens,
-        # Model runner V1 would choose another one.
-        "attention_backend": "ROSE",
-    }
+    drafter = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_tokens}
+    # Model runner V1, which CPUs have, gives a drafter another backend than the model's.
+    return drafter if torch.cuda.is_available() else drafter | {"attention_backend": "ROSE"}
