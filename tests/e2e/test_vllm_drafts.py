@@ -199,9 +199,11 @@ def draft_as(monkeypatch: pytest.MonkeyPatch, texts: Texts, kind: str) -> None:
         ),
     )
 
-    def lookup(self: Any, batch: Any, *args: Any, dummy_run: bool = False, **options: Any) -> torch.Tensor:
-        drafts = self.drafts[: batch.num_reqs]
-        return drafts if dummy_run else drafter.put_on_device(drafts, self.req_states, batch)
+    def lookup(
+        self: Any, input_batch: Any, *args: Any, dummy_run: bool = False, **options: Any
+    ) -> torch.Tensor:
+        drafts = self.drafts[: input_batch.num_reqs]
+        return drafts if dummy_run else drafter.put_on_device(drafts, self.req_states, input_batch)
 
     monkeypatch.setattr(NgramGPUSpeculator, "propose", lookup)
 
@@ -210,9 +212,9 @@ def draft_behind_heads(monkeypatch: pytest.MonkeyPatch, llm: Any, texts: Texts, 
     """Do what ``draft_as`` does for the EAGLE head of an engine with model runner V2."""
     drafter, states = Drafter(texts, *DRAFTERS[kind]), runner_of(llm).req_states
 
-    def propose(self: Any, batch: Any, *args: Any, dummy_run: bool = False, **options: Any) -> torch.Tensor:
-        drafts = PROPOSE_V2(self, batch, *args, dummy_run=dummy_run, **options)
-        return drafts if dummy_run else drafter.put_on_device(drafts, states, batch)
+    def propose(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        drafts = PROPOSE_V2(self, *args, **options)
+        return drafts if options.get("dummy_run") else drafter.put_on_device(drafts, states, args[0])
 
     monkeypatch.setattr(EagleSpeculator, "propose", propose)
 
@@ -561,23 +563,11 @@ def record_heads(monkeypatch: pytest.MonkeyPatch, llm: Any, texts: Texts) -> tup
     got: TextStates = {}
     made: TextStates = {}
 
-    def propose(
-        self: Any,
-        batch: Any,
-        metadata: Any,
-        slots: Any,
-        hidden: torch.Tensor,
-        auxiliary: list[torch.Tensor],
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        tensors = (metadata, slots, hidden, auxiliary, num_sampled, num_rejected)
-        drafts = PROPOSE_V2(self, batch, *tensors, *args, dummy_run=dummy_run, **options)
-        if dummy_run:
+    def propose(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        drafts = PROPOSE_V2(self, *args, **options)
+        if options.get("dummy_run"):
             return drafts
+        batch, _, _, _, auxiliary, num_sampled, num_rejected, *_ = args
         side_by_side = torch.cat(auxiliary, dim=1).cpu()
         positions, rejected, sampled = (
             each.tolist() for each in (batch.positions, num_rejected, num_sampled)
