@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.models import decoder
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.gpu_matrix.drafters import write_with_eagle_head
@@ -603,12 +603,16 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
         texts = texts_of(prompts, complete(llm, prompts))
     options |= eagle3(3, path, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
     vllms = {"fused_mlp": False, "fused_add_layernorm": False, "fused_kv_append": False}
-    with make_engine(**options, additional_config={"rose": vllms}) as llm:
-        assert not isinstance(runner_of(llm).model, decoder.RoseDecoder)
-        expected, wanted_drafts = record_heads(monkeypatch, llm, texts)
-        complete(llm, prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        # Each of the head's steps is described by the host.
+        patch.setattr(RoseAttentionMetadataBuilder, "supports_draft_decode_metadata_update", False)
+        with make_engine(**options, additional_config={"rose": vllms}) as llm:
+            assert not isinstance(runner_of(llm).model, decoder.RoseDecoder)
+            expected, wanted_drafts = record_heads(monkeypatch, llm, texts)
+            complete(llm, prompts)
     with make_engine(**options, enforce_eager=is_eager) as llm:
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
+        assert runner_of(llm).speculator.supports_decode_metadata_update
         got, drafts = record_heads(monkeypatch, llm, texts)
         complete(llm, prompts)
     both = sorted(got.keys() & expected.keys())

@@ -22,6 +22,7 @@ from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_sp
 from tests.support.vllm_plugin.attention_steps import (
     BLOCK_SIZE,
     HEAD_SIZE,
+    NUM_BLOCKS,
     NUM_HEADS,
     STEPS,
     Step,
@@ -115,6 +116,30 @@ def test_a_drafters_layer_leaves_out_what_has_no_slot(configs: dict[bool, Any]) 
     step.cache.copy_(cache)
     step.check(attend(layer, step, metadata))
     assert torch.equal(step.cache.nan_to_num(nan=-1e9), everything)
+
+
+def test_a_drafters_next_step_has_the_lengths_of_then(configs: dict[bool, Any]) -> None:
+    rows = [(0, 1), (15, 1), (37, 1)]
+    step, builder = Step(rows), make_builder(configs[True])
+    with set_model_tag("eagle_head"):
+        drafter = make_layer(configs[True])
+    common = step.common_metadata()
+    metadata = builder.build(0, common)
+    attend(drafter, step, metadata)
+    for token, (computed, _) in enumerate(rows):
+        known = zip(step.history[token], (step.key, step.value), strict=True)
+        step.history[token] = tuple(torch.cat((old, new[token : token + 1])) for old, new in known)
+        position = computed + 1
+        block = step.table[token, position // BLOCK_SIZE]
+        if position % BLOCK_SIZE == 0:
+            block.fill_(min({*range(1, NUM_BLOCKS)} - {*step.table.flatten().tolist()}))
+        step.slot_mapping[token] = int(block) * BLOCK_SIZE + position % BLOCK_SIZE
+    # As vLLM's graph of a drafter's steps does, in place.
+    step.rows = [(computed + 1, 1) for computed, _ in rows]
+    common.seq_lens.add_(1)
+    step.query, step.key, step.value = (torch.randn_like(each) for each in (step.query, step.key, step.value))
+    builder.update_draft_decode_metadata(metadata)
+    step.check(attend(drafter, step, metadata))
 
 
 def test_profiling_without_a_cache_returns_zeros(configs: dict[bool, Any]) -> None:

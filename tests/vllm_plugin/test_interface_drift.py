@@ -248,6 +248,8 @@ def test_vllm_asks_for_what_the_attention_classes_override() -> None:
         (AttentionMetadataBuilder, "get_cudagraph_support"),
         (AttentionMetadataBuilder, "build_for_cudagraph_capture"),
         (AttentionMetadataBuilder, "reorder_batch_threshold"),
+        (AttentionMetadataBuilder, "supports_draft_decode_metadata_update"),
+        (AttentionMetadataBuilder, "update_draft_decode_metadata"),
         (AttentionImpl, "process_weights_after_loading"),
         (AttentionBackend, "supports_sink"),
         (AttentionBackend, "supports_combination"),

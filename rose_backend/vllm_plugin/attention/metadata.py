@@ -53,6 +53,9 @@ class RoseAttentionMetadata:
     first_prefill_row: int
     num_prefill_tokens: int
     query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: (
+        torch.Tensor
+    )  # [R] int32, vLLM's own: the host or a graph of a drafter's steps may change it in place
     decode_computed_tokens: torch.Tensor  # [R] int32
     prefill_computed_tokens: torch.Tensor  # [R] int32
     block_table: torch.Tensor  # [R, MB] int32
@@ -123,6 +126,9 @@ class RoseAttentionMetadata:
 
 class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadata]):
     """Turns vLLM's description of a step into ``RoseAttentionMetadata`` without waiting for the device."""
+
+    supports_draft_decode_metadata_update = True
+    """A drafter's steps of one token, one after the other, are one graph."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -234,6 +240,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             first_prefill_row=first_prefill_row,
             num_prefill_tokens=num_prefill_tokens,
             query_start_loc=start_loc,
+            seq_lens=common.seq_lens,
             decode_computed_tokens=decode_computed_tokens,
             prefill_computed_tokens=prefill_computed_tokens,
             block_table=common.block_table_tensor,
@@ -241,6 +248,12 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             prefill_start_loc=prefill_start_loc,
             flash_rows=flash_rows,
         )
+
+    def update_draft_decode_metadata(self, metadata: RoseAttentionMetadata) -> None:
+        """Take the lengths that a drafter's step, of one token in each row, has now. A graph may contain this."""
+        torch.sub(metadata.seq_lens, 1, out=metadata.decode_computed_tokens)
+        # What layers share was planned for other lengths.
+        metadata.steps.clear()
 
     def _count_computed_tokens(
         self, common: CommonAttentionMetadata, num_decodes: int, first_prefill_row: int
