@@ -53,9 +53,7 @@ class RoseAttentionMetadata:
     first_prefill_row: int
     num_prefill_tokens: int
     query_start_loc: torch.Tensor  # [R + 1] int32
-    seq_lens: (
-        torch.Tensor
-    )  # [R] int32, vLLM's own: the host or a graph of a drafter's steps may change it in place
+    seq_lens: torch.Tensor  # [R] int32, vLLM's, which counts them up between a drafter's steps
     decode_computed_tokens: torch.Tensor  # [R] int32
     prefill_computed_tokens: torch.Tensor  # [R] int32
     block_table: torch.Tensor  # [R, MB] int32
