@@ -64,6 +64,9 @@ QUANTIZED_FORMATS = {
 }
 """As they are published: by Red Hat, and by Qwen."""
 
+EAGLE3_HEAD = "eagle3-head"
+"""Name of the folder below a random checkpoint's with a head for it."""
+
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 """Variable of the environment. vLLM recompiles for a model in another folder, which takes a minute a start."""
 
@@ -75,6 +78,18 @@ GPT_OSS_VOCAB_SIZE = 201_088
 QWEN35_VOCAB_SIZE = 248_320
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 """The last ones of Qwen3-VL's vocabulary."""
+
+
+def write_head(model: Path) -> None:
+    """Write a random EAGLE-3 head, with 32,000 words as published, into a random checkpoint's folder if it has none."""
+    from tests.support.eagle_checkpoints import write_eagle3_head
+
+    folder, config = model / EAGLE3_HEAD, json.loads((model / "config.json").read_text())
+    if (folder / "config.json").is_file():
+        return
+    # By default vLLM hands on what enters three layers that fewer do not have.
+    few = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if config["num_hidden_layers"] < 7 else {}
+    write_eagle3_head(folder, model, draft_vocab_size=min(32_000, config["vocab_size"] // 2), std=0.02, **few)
 
 
 @contextlib.contextmanager

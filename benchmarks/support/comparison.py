@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from benchmarks.reports.text import Result, publish
-from benchmarks.support.checkpoint import GPT2_124M, SHAPES, ModelFacts, checkpoint, model_facts
+from benchmarks.support.checkpoint import (
+    EAGLE3_HEAD,
+    GPT2_124M,
+    SHAPES,
+    ModelFacts,
+    checkpoint,
+    model_facts,
+    write_head,
+)
 from benchmarks.support.cli import (
     DEFAULT,
     QUICK_MODEL,
@@ -231,6 +239,12 @@ def engine_options(
     extra: dict[str, Any] = {"enforce_eager": True} if options.quick and backend in _VLLMS else {}
     for text in _given(options.engine_options, backend):
         extra |= json.loads(text)
+    if (extra.get("speculative_config") or {}).get("model") == EAGLE3_HEAD:
+        if options.model is not None:
+            raise SystemExit(
+                f"--engine-options: {EAGLE3_HEAD} is made for random weights, got --model {options.model}"
+            )
+        write_head(Path(model))
     return EngineOptions(
         backend=backend,
         **chosen(options, "dtype", "device", "max_num_seqs"),

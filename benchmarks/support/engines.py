@@ -14,10 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.online.streams import hold_streams
 from benchmarks.online.timeline import play, sender, summary
+from benchmarks.support.checkpoint import EAGLE3_HEAD
 from benchmarks.support.workload import HeldStreams, Requests
 
 Sampling = Mapping[str, Any]
@@ -95,8 +97,11 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
         chosen["attention_backend"] = "FLASH_ATTN"
     switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs", DRAFTS)]
     extra = dict(options.extra)
-    if DRAFTS in options.switches_off:
-        extra.pop("speculative_config", None)
+    drafter = extra.pop("speculative_config", None)
+    if drafter is not None and DRAFTS not in options.switches_off:
+        is_written_here = drafter.get("model") == EAGLE3_HEAD
+        here = {"model": str(Path(options.model, EAGLE3_HEAD))} if is_written_here else {}
+        extra["speculative_config"] = drafter | here
     if switches:
         changed = {name: "auto" if name == STEP_BUDGET else False for name in switches}
         # Here, too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,9 @@ class Decoder:
     """Largest small batch; None: as large as ``max_packed_rows`` says."""
     deepstack: Sequence[torch.Tensor] = ()
     """[T, E] each: added to the hidden states after the first layers, one after each; not of small batches."""
+    held_layers: Collection[int] = ()
+    """Layers whose input ``run_layers`` hands out, with all residual adds; the number of layers: the last one's output.
+    Not where ``attention`` wants last tokens only."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
@@ -99,10 +102,12 @@ def run_layers(
     norm_input: NormInput | None,
     positions: torch.Tensor,  # [T] int64; 0 .. T - 1 with rotations by token
     attention: StepAttention,
+    held: list[torch.Tensor] | None = None,  # written
 ) -> torch.Tensor:
     """Return the normed final hidden states: [T, E], or [R, E] where ``attention`` wants last tokens only.
 
     Args:
+        held: gets the hidden states, [T, E] each, of ``decoder.held_layers`` in ascending order.
         hidden, norm_input: as from ``embed_tokens``, and launched in the ordinary way; of a small batch, too,
             ``norm_input`` may be None.
     """
@@ -124,6 +129,8 @@ def run_layers(
     fuses_rotation = attention.rotates and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
+        if held is not None and index in decoder.held_layers:
+            held.append(stream.hold())
         query, key, value = qkv.split(heads, dim=1)
         rotation = None if rotations is None else rotations[index]
         if rotation is not None and not fuses_rotation:
@@ -145,4 +152,7 @@ def run_layers(
             decoder.mlp(stream, layer.mlp_norm, layer.mlp, next_norm)
         if index < len(decoder.deepstack):
             stream.add_given(decoder.deepstack[index])
-    return stream.normed(decoder.final_norm)
+    normed = stream.normed(decoder.final_norm)
+    if held is not None and len(layers) in decoder.held_layers:
+        held.append(stream.hold())
+    return normed

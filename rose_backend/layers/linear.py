@@ -28,6 +28,7 @@ from rose_backend.kernels import (
     add_rms_norm,
     bias_gelu,
     bias_residual,
+    empty_rows,
     expert_mlp,
     layer_norm,
     pack_linear,
@@ -202,7 +203,7 @@ class ResidualStream:
     """
 
     __slots__ = (
-        *("_adapter_rows", "_all_reduce", "_delta", "_norm_input"),
+        *("_adapter_rows", "_all_reduce", "_delta", "_is_held", "_norm_input"),
         *("hidden", "is_small_batch", "switches"),
     )
 
@@ -223,6 +224,7 @@ class ResidualStream:
         self.is_small_batch = is_small_batch
         self._delta: torch.Tensor | None = None  # [T, E] or [2, T, E]: the next norm adds it to ``hidden``
         self._norm_input = norm_input  # of ``hidden``, for the next packed norm
+        self._is_held = False  # somebody keeps ``hidden``, so the next small batch writes elsewhere
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """Return ``norm(hidden states)``, [T, E]."""
@@ -297,10 +299,15 @@ class ResidualStream:
                 "small batches need packed layers"
             )
             assert next_norm is not None and next_norm.packed is not None, "and a packed norm after each"
+            hidden = self.hidden
+            if self._is_held:
+                self.hidden, self._is_held = empty_rows(hidden, *hidden.shape), False
+                if self._adapter_rows is not None:
+                    hidden = self.hidden.copy_(hidden)
             # Before the product, which leaves all that there is to the norm.
-            self._add_adapters(x, linear, self.hidden)
+            self._add_adapters(x, linear, hidden)
             _, self._norm_input = small_batch_linear_before_norm(
-                x, linear.packed, next_norm.packed, residual=self.hidden, out=self.hidden
+                x, linear.packed, next_norm.packed, residual=hidden, out=self.hidden
             )
         elif self._all_reduce is not None:
             self._delta = self._all_reduce(self._product(x, linear))
@@ -334,6 +341,15 @@ class ResidualStream:
         if self._adapter_rows is not None and linear.adapters is not None:
             alternating = linear.packed is not None and linear.packed.alternates
             add_adapters(x, linear.adapters, self._adapter_rows, out, alternating=alternating)
+
+    def hold(self) -> torch.Tensor:
+        """Return the hidden states, [T, E], for the caller to keep: what is added next is written elsewhere.
+
+        Only right after ``project`` or ``normed``, when no residual add is pending.
+        """
+        assert self._delta is None, "hidden states are not complete"
+        self._is_held = self.is_small_batch
+        return self.hidden
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""

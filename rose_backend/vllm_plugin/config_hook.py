@@ -169,7 +169,11 @@ def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: Mode
         switches: of the user.
         choice: Rose's model class, or why vLLM's own stays.
     """
-    attention = "stores K/V itself" if options.appends_in_attention(vllm_config) else "separate K/V write"
+    attention = "separate K/V write"
+    if options.appends_in_attention(vllm_config):
+        attention = "stores K/V itself"
+        if vllm_config.num_lookahead_tokens:
+            attention += ", separate K/V write in the drafter's layers"
     if uses_flash_attention(vllm_config):
         attention += f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
     manager = "RoseKVCacheManager" if options.uses_rose_manager(vllm_config) else "vLLM's own"

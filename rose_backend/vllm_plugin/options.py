@@ -29,7 +29,10 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_DTYPES)
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that look drafts up in earlier tokens."""
 
-DRAFTER_MODEL = "a drafter with a model of its own"
+EAGLE_METHODS = ("eagle", "eagle3")
+"""Methods whose drafter is a few layers over the model's hidden states, with K/V of their own in the same blocks."""
+
+OTHER_DRAFTER = "a drafter with a model other than an EAGLE head"
 """Reason why a part is inactive beside other methods."""
 
 BLOCK_SIZE_UNIT = 16
@@ -113,10 +116,16 @@ def has_kv_events(vllm_config: VllmConfig) -> bool:
     return config is not None and config.enable_kv_cache_events
 
 
-def has_drafter_model(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from a model, or from layers of their own; not if they are looked up in earlier tokens."""
+def has_eagle_head(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from an EAGLE head."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method not in LOOKUP_METHODS
+    return speculative is not None and speculative.method in EAGLE_METHODS
+
+
+def has_other_drafter(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from a model, or from layers, of another kind than an EAGLE head."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in (*LOOKUP_METHODS, *EAGLE_METHODS)
 
 
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:
@@ -157,7 +166,7 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
 
 
 def appends_in_attention(vllm_config: VllmConfig) -> bool:
-    """Whether attention stores the new K/V itself instead of a separate write before it."""
+    """Whether attention of the model's layers stores the new K/V itself instead of a separate write before it."""
     return rose_options(vllm_config).fused_kv_append and why_kv_is_written_first(vllm_config) is None
 
 
@@ -165,12 +174,9 @@ def why_kv_is_written_first(vllm_config: VllmConfig) -> str | None:
     """Return why attention cannot store the new K/V itself; None if it can.
 
     vLLM's own manager lets a request of the same step read blocks that are being written; only a separate write of all
-    tokens before all reads is right then. A drafter with its own cache passes tokens that must not be stored
-    (slot -1), which only the separate write leaves out.
+    tokens before all reads is right then.
     """
-    if not uses_rose_manager(vllm_config):
-        return NEEDS_MANAGER
-    return "a drafter with its own cache" if vllm_config.num_lookahead_tokens else None
+    return None if uses_rose_manager(vllm_config) else NEEDS_MANAGER
 
 
 def batches_decode_steps(vllm_config: VllmConfig) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import offline_compare
 from benchmarks.offline_compare import Case, Offline, parse_options
@@ -23,7 +25,7 @@ from benchmarks.reports.engines import (
     losses,
     source,
 )
-from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.checkpoint import EAGLE3_HEAD, LLAMA_8B, ModelFacts, write_checkpoint
 from benchmarks.support.cli import new_parser
 from benchmarks.support.comparison import add_engine_options, engine_options
 from benchmarks.support.engines import EngineOptions, vllm_options
@@ -303,6 +305,27 @@ def test_rose_without_drafts_has_all_other_options() -> None:
     assert asked_for == {HOST: {"method": "ngram"}, STOCK: {"method": "ngram"}, without: None}
     assert made[without] == {name: made[HOST][name] for name in made[without]}
     assert made[without]["block_size"] == 32
+
+
+def test_a_head_is_written_beside_random_weights(tmp_path: Path) -> None:
+    asked = {"speculative_config": {"method": "eagle3", "model": EAGLE3_HEAD}}
+    arguments = ["--backends", HOST, "--engine-options", f"{HOST}={json.dumps(asked)}"]
+    options = offline_compare.parse_options([*arguments, "--shape", LLAMA_8B])
+    write_checkpoint(tmp_path, LLAMA_8B, small=True)
+    made = [engine_options(options, HOST, str(tmp_path), FACTS, []) for _ in range(2)]
+    # Reports name no folder of this machine.
+    assert made[0].extra == made[1].extra == asked
+    (head,) = tmp_path.glob("*/")
+    assert vllm_options(made[0])["speculative_config"] == {"method": "eagle3", "model": str(head)}
+    width, vocab_size = 256, 1000
+    tensors = load_file(head / "model.safetensors")
+    assert tensors["fc.weight"].shape == (width, 3 * width)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (width, 2 * width)
+    known = tensors["d2t"] + torch.arange(vocab_size // 2)
+    assert tensors["t2d"].nonzero().flatten().tolist() == known.tolist()
+    options = offline_compare.parse_options([*arguments, "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match="eagle3-head is made for random weights"):
+        engine_options(options, HOST, str(tmp_path), FACTS, [])
 
 
 @pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs", "drafts"])

@@ -18,11 +18,18 @@ from rose_backend.vllm_plugin import config_hook
 from rose_backend.vllm_plugin.models.decoder import RoseDecoder
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts
 from tests.support.llama_checkpoints import VOCAB_SIZE
 from tests.support.quantized_checkpoints import FORMATS, GPU_SIZES, write_pair
 from tests.support.random_checkpoints import write_random_adapter
-from tests.support.vllm_engines import has_roses_layers, inputs_of, needs_two_gpus, runner_of
+from tests.support.vllm_engines import (
+    draft_counts,
+    has_roses_layers,
+    inputs_of,
+    needs_two_gpus,
+    runner_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +132,20 @@ def test_adapters(make_engine: MakeEngine, tmp_path: Path, form: str) -> None:
     with make_engine(model=str(path), **ROSE, **lora) as llm:
         assert has_roses_layers(llm)
         assert mean_error(llm, merged, adapter) <= SLACK * stock
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "pack-quantized 128"])
+def test_an_eagle_head(make_engine: MakeEngine, tmp_path: Path, form: str) -> None:
+    path, dense = write_pair(tmp_path, "qwen3", form, **GPU_SIZES)
+    drafter = write_eagle3_drafter(path, 3, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with make_engine(model=str(path), **STOCK) as llm:
+        stock = mean_error(llm, dense)
+    with make_engine(
+        model=str(path), **ROSE, runner="V2", speculative_config=drafter, disable_log_stats=False
+    ) as llm:
+        assert has_roses_layers(llm)
+        assert mean_error(llm, dense) <= SLACK * stock
+        assert draft_counts(llm)[0] > 0
 
 
 def test_a_weight_that_is_no_number_leaves_products_to_vllm(make_engine: MakeEngine, tmp_path: Path) -> None:

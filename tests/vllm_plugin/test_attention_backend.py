@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.compilation.backends import set_model_tag
 from vllm.config.utils import replace
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -19,7 +20,9 @@ from rose_backend.vllm_plugin.attention import backend
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_spec
 from tests.support.vllm_plugin.attention_steps import (
+    BLOCK_SIZE,
     HEAD_SIZE,
+    NUM_BLOCKS,
     NUM_HEADS,
     STEPS,
     Step,
@@ -87,6 +90,56 @@ def test_a_layer_that_shares_anothers_cache_writes_nothing(configs: dict[bool, A
     output = run(step, configs[True], kv_sharing_target_layer_name="other")
     assert torch.equal(step.cache.nan_to_num(), before.nan_to_num())
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_drafters_layer_leaves_out_what_has_no_slot(configs: dict[bool, Any]) -> None:
+    step = Step(STEPS["mixed"])
+    metadata, layer = make_builder(configs[True]).build(0, step.common_metadata()), make_layer(configs[True])
+    with set_model_tag("eagle_head"):
+        drafter = make_layer(configs[True])
+    assert layer.appends_in_attention and not drafter.appends_in_attention
+    everything, (cache, slots) = step.expected_cache(), (step.cache.clone(), step.slot_mapping.clone())
+    # vLLM hands the metadata of the model's step on to the drafter. Slots are read as they are then.
+    step.check(attend(layer, step, metadata))
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), everything)
+    step.cache.copy_(cache)
+    step.slot_mapping[:2] = -1
+    attend(drafter, step, metadata)
+    left_out = everything == cache.nan_to_num(nan=-1e9)
+    for slot in slots[:2].tolist():
+        left_out[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = True
+    expected = torch.where(left_out, cache.nan_to_num(nan=-1e9), everything)
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), expected)
+    # In the other order, too.
+    metadata = make_builder(configs[True]).build(0, step.common_metadata())
+    attend(drafter, step, metadata)
+    step.cache.copy_(cache)
+    step.check(attend(layer, step, metadata))
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), everything)
+
+
+def test_a_drafters_next_step_has_the_lengths_of_then(configs: dict[bool, Any]) -> None:
+    rows = [(0, 1), (15, 1), (37, 1)]
+    step, builder = Step(rows), make_builder(configs[True])
+    with set_model_tag("eagle_head"):
+        drafter = make_layer(configs[True])
+    common = step.common_metadata()
+    metadata = builder.build(0, common)
+    attend(drafter, step, metadata)
+    for token, (computed, _) in enumerate(rows):
+        known = zip(step.history[token], (step.key, step.value), strict=True)
+        step.history[token] = tuple(torch.cat((old, new[token : token + 1])) for old, new in known)
+        position = computed + 1
+        block = step.table[token, position // BLOCK_SIZE]
+        if position % BLOCK_SIZE == 0:
+            block.fill_(min({*range(1, NUM_BLOCKS)} - {*step.table.flatten().tolist()}))
+        step.slot_mapping[token] = int(block) * BLOCK_SIZE + position % BLOCK_SIZE
+    # As vLLM's graph of a drafter's steps does, in place.
+    step.rows = [(computed + 1, 1) for computed, _ in rows]
+    common.seq_lens.add_(1)
+    step.query, step.key, step.value = (torch.randn_like(each) for each in (step.query, step.key, step.value))
+    builder.update_draft_decode_metadata(metadata)
+    step.check(attend(drafter, step, metadata))
 
 
 def test_profiling_without_a_cache_returns_zeros(configs: dict[bool, Any]) -> None:

@@ -117,14 +117,15 @@ def test_the_start_up_line_says_what_is_in_force(
     assert len(rose_log) == 1
 
 
-def test_a_drafter_with_a_cache_stores_its_own_kv(
+def test_a_drafter_with_a_cache_writes_its_own_kv_first(
     make_config: MakeConfig, rose_log: list[str], tiny_model_path: Path
 ) -> None:
-    # Its batch holds tokens that must not be stored; only the separate write is told which.
+    # Its batch holds tokens that must not be stored; only the separate write is told which. The model's has none.
     draft = {"method": "draft_model", "model": str(tiny_model_path), "num_speculative_tokens": 2}
     config = make_config(speculative_config=draft)
-    assert not appends_in_attention(config)
-    assert "separate K/V write" in rose_log[0] and "sampler vLLM's own" in rose_log[0]
+    assert appends_in_attention(config)
+    said = "attention ROSE (stores K/V itself, separate K/V write in the drafter's layers)"
+    assert said in rose_log[0] and "sampler vLLM's own" in rose_log[0]
     # Windows of its layers are windows.
     assert not has_sliding_windows(make_config()) and not has_sliding_windows(config)
     drafter = config.speculative_config.draft_model_config.hf_text_config

@@ -22,6 +22,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import vllm
+from vllm.compilation import backends
 from vllm.config import (
     CompilationConfig,
     ModelConfig,
@@ -246,6 +248,8 @@ def test_vllm_asks_for_what_the_attention_classes_override() -> None:
         (AttentionMetadataBuilder, "get_cudagraph_support"),
         (AttentionMetadataBuilder, "build_for_cudagraph_capture"),
         (AttentionMetadataBuilder, "reorder_batch_threshold"),
+        (AttentionMetadataBuilder, "supports_draft_decode_metadata_update"),
+        (AttentionMetadataBuilder, "update_draft_decode_metadata"),
         (AttentionImpl, "process_weights_after_loading"),
         (AttentionBackend, "supports_sink"),
         (AttentionBackend, "supports_combination"),
@@ -752,6 +756,15 @@ def test_both_names_of_n_grams_have_one_lookup_in_model_runner_v2() -> None:
     source = inspect.getsource(init_speculator)
     assert "speculative_config.use_ngram()" in source and "ngram_gpu" not in source
     assert "method" not in inspect.getsource(NgramGPUSpeculator)
+
+
+@pytest.mark.parametrize("runner", ["v1/spec_decode", "v1/worker/gpu/spec_decode"])
+def test_drafters_are_built_under_a_name_of_their_own(runner: str) -> None:
+    """See ``RoseAttentionImpl.is_drafter``."""
+    assert backends.model_tag == "backbone"
+    files = sorted((Path(vllm.__file__).parent / runner).rglob("*.py"))
+    sources = [source for file in files if " get_model(" in (source := file.read_text())]
+    assert len(sources) > 3 and all("with set_model_tag(" in source for source in sources)
 
 
 def test_configuration_names_what_speculation_needs() -> None:

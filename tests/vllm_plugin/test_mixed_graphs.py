@@ -22,6 +22,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
@@ -40,6 +41,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
     graph_sizes,
     leaves_graphs_to_vllm,
+    why_drafter_needs_vllms_graphs,
 )
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
@@ -159,16 +161,19 @@ def test_the_log_says_why_prompts_have_no_full_graphs(on_gpu: OnGpu) -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 7, 8])
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model", "mtp", "eagle", "eagle3"])
 def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) -> None:
     config = on_gpu(speculative_config=n_grams(num_drafts))
     config.speculative_config.method = method
     choose_mixed_graphs(config)
     compilation = config.compilation_config
     support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
-    if method in ("draft_model", "eagle3"):
+    if method in ("draft_model", "mtp"):
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
-        assert graphs_told_of(config) == " graphs of decodes only (a drafter with a model of its own)"
+        assert (
+            graphs_told_of(config)
+            == " graphs of decodes only (a drafter with a model other than an EAGLE head)"
+        )
         # Eight tokens are as many as decode attention takes.
         assert (
             support
@@ -177,6 +182,41 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
     else:
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL and graphs_told_of(config) == ""
         assert support is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention_backend": AttentionBackendEnum.FLASH_ATTN}, "another attention backend for the drafter"),
+        ({"attention_backend": AttentionBackendEnum.CUSTOM}, "another attention backend for the drafter"),
+        ({"enable_adaptive_verification": True}, "enable_adaptive_verification"),
+        ({"draft_model_config": SimpleNamespace(architecture="Eagle3LlamaForCausalLM")}, None),
+        (
+            {"draft_model_config": SimpleNamespace(architecture="EagleMistralLarge3ForCausalLM")},
+            "EagleMistralLarge3ForCausalLM is not among the audited models",
+        ),
+    ],
+    ids=str,
+)
+def test_heads_that_keep_vllms_graphs(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    config = on_gpu(**N_GRAM)
+    config.speculative_config.method = "eagle3"
+    for name, value in change.items():
+        monkeypatch.setattr(config.speculative_config, name, value)
+    choose_mixed_graphs(config)
+    mode = config.compilation_config.cudagraph_mode
+    support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
+    if reason is None:
+        assert mode == CUDAGraphMode.FULL and support is AttentionCGSupport.ALWAYS
+        monkeypatch.setattr(config.speculative_config, "attention_backend", config.attention_config.backend)
+        assert why_drafter_needs_vllms_graphs(config) is None
+        monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
+        assert why_drafter_needs_vllms_graphs(config) == "an EAGLE head beside images"
+    else:
+        assert mode == CUDAGraphMode.FULL_AND_PIECEWISE and support is AttentionCGSupport.UNIFORM_BATCH
+        assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
 
 
 def test_graphs_for_a_number_of_adapters_stay_vllms_choice(on_gpu: OnGpu) -> None:
@@ -284,7 +324,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
     make_config: MakeConfig, on_gpu: OnGpu
 ) -> None:
     drafting, config = make_config(**N_GRAM), on_gpu()
-    drafting.speculative_config.method = "eagle3"
+    drafting.speculative_config.method = "mtp"
     with pytest.MonkeyPatch.context() as patch:
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
@@ -344,7 +384,7 @@ def test_what_is_captured_describes_any_step(
         buffers.fill(step)
         builder.build(0, buffers.common_metadata())
         # What the torch kernels plan depends on the step.
-        captured.step = None
+        captured.steps.clear()
         tensors = (buffers.query, buffers.key, buffers.value, buffers.cache)
         impl.forward(None, *tensors, captured, buffers.output)
         torch.testing.assert_close(buffers.output[: step.num_tokens], step.expected(), rtol=1e-4, atol=1e-5)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from transformers.utils import is_torchvision_available
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config import vllm as vllm_config
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
@@ -33,6 +35,7 @@ from rose_backend.vllm_plugin.models.model_choice import (
     choose_model_class,
 )
 from rose_backend.vllm_plugin.options import rose_options
+from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import change_json, write_checkpoint
 from tests.support.quantized_checkpoints import FORMATS, INT4_FORMATS, write_pair
 from tests.support.random_vision_checkpoints import qwen2_5_vl_config, qwen3_vl_config
@@ -118,6 +121,38 @@ def test_drafts_that_are_looked_up_have_roses_layers(
     assert layers_of(config) in DECODERS.values()
 
 
+@pytest.mark.parametrize("custom_ops", [[], ["-silu_and_mul"], ["all", "+quant_fp8"]], ids=str)
+def test_eagle_heads_have_roses_layers_beside_fused_ones_of_vllms(
+    make_config: MakeConfig,
+    checkpoints: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    custom_ops: list[str],
+) -> None:
+    def priority(config: Any) -> IrOpPriorityConfig:
+        compiles = config.compilation_config.mode != CompilationMode.NONE
+        return IrOpPriorityConfig.with_default(["native"] if compiles else ["vllm_c", "native"])
+
+    # As on a GPU.
+    monkeypatch.setattr(current_platform, "get_default_ir_op_priority", priority)
+    model = Path(checkpoints("llama"))
+    drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    config = make_config(
+        model=str(model),
+        enforce_eager=False,
+        speculative_config=drafter,
+        compilation_config={"custom_ops": custom_ops},
+        ir_op_priority={"fused_add_rms_norm": ["oink"]},
+    )
+    for _ in range(2):
+        assert layers_of(config) == "RoseLlamaForCausalLM"
+        compilation, chosen = config.compilation_config, config.kernel_config.ir_op_priority
+        assert compilation.mode == CompilationMode.NONE
+        assert {*compilation.custom_ops} == {"all", *custom_ops}
+        assert chosen.rms_norm == ["vllm_c", "native"] and chosen.fused_add_rms_norm[0] == "oink"
+        # The engine core finishes its copy again.
+        config.__post_init__()
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_drafter_with_a_model_keeps_vllms_layers(
     make_config: MakeConfig, rose_log: list[str], llama: str, tiny_model_path: Path, case: str
@@ -129,7 +164,7 @@ def test_a_drafter_with_a_model_keeps_vllms_layers(
         assert layers_of(config) == model_choice.GPT2
     else:
         assert layers_of(config) == "LlamaForCausalLM"
-        assert idle_parts(rose_log[0])["fused_mlp"] == "a drafter with a model of its own"
+        assert idle_parts(rose_log[0])["fused_mlp"] == "a drafter with a model other than an EAGLE head"
 
 
 @pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from vllm.compilation import backends
 from vllm.config import CUDAGraphMode, LoRAConfig, set_current_vllm_config
 from vllm.v1.worker.gpu.sample import gumbel, min_p
 
@@ -120,6 +121,18 @@ def test_other_layers_are_recorded(
     make_config: MakeConfig, layer: dict[str, Any], options: dict[str, Any], names: set[str]
 ) -> None:
     assert ATTENTION_KERNELS | names <= set(record(make_config, layer, **options))
+
+
+@pytest.mark.parametrize("is_drafter", [False, True])
+def test_layers_of_a_drafter_are_vllms(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_drafter: bool
+) -> None:
+    path = write_checkpoint(tmp_path, "llama")
+    config = make_gpu_config(make_config, model=str(path), speculative_config=N_GRAMS)
+    monkeypatch.setattr(backends, "model_tag", "eagle_head" if is_drafter else "backbone")
+    recorded = {source.name for source in sources_of(config, make_layer(config))}
+    assert ("_silu_mul_kernel" in recorded) is not is_drafter
+    assert ("_write_kv_kernel" in recorded) is is_drafter
 
 
 @pytest.mark.parametrize(("name", "appends"), [("OffloadingConnector", True), ("ExampleConnector", False)])
@@ -451,6 +464,7 @@ LAYERS: dict[str, Case] = {
     "Llama 8B on an A100": ((32, 8, 128), A100, NOTHING, {"max_num_seqs": 700}),
     "FlashAttention": ((32, 8, 128), H100, {"may_use_flash": True}, {"max_num_seqs": 48}),
     "drafts": ((32, 8, 128), H100, NOTHING, {"speculative_config": N_GRAMS}),
+    "a drafter": ((32, 8, 128), H100, {"is_drafter": True}, {"speculative_config": N_GRAMS}),
     "float8": ((16, 4, 128), H100, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
     "stored apart": ((8, 1, 256), H100, NOTHING, {"additional_config": APART}),
     "window and sinks": ((64, 8, 64), H100, {"sliding_window": 128, "sinks": torch.zeros(64)}, NOTHING),
@@ -552,14 +566,11 @@ def run_random_steps(
 def test_attention_of_random_steps(gpu_config: Callable[..., Any], case: str) -> None:
     (heads, kv_heads, head_size), gpu, options, engine = LAYERS[case]
     config = gpu_config(**engine)
-    with set_current_vllm_config(config):
-        layer = RoseAttentionImpl(
-            heads,
-            head_size,
-            head_size**-0.5,
-            kv_heads,
-            **{name: value for name, value in options.items() if name != "may_use_flash"},
-        )
+    own = {name: value for name, value in options.items() if name not in ("may_use_flash", "is_drafter")}
+    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+        if "is_drafter" in options:
+            patch.setattr(backends, "model_tag", "eagle_head")
+        layer = RoseAttentionImpl(heads, head_size, head_size**-0.5, kv_heads, **own)
     layer.may_use_flash = "may_use_flash" in options
     attend = RecordedAttention(config, layer)
     turn = 0

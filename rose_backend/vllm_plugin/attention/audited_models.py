@@ -26,6 +26,7 @@ _ROSE = "rose_backend.vllm_plugin.models."
 
 _LAYERS = "Token ids or embeddings go through the layers, and every value lives in one step."
 _EXPERTS = f"{_LAYERS} The device chooses each token's experts."
+_HEAD = "Token ids and the model's hidden states, which vLLM copies to a buffer first, go through the layers."
 _WRAPPER = (
     "Embeddings of images are written into the runner's buffer before forward, which passes that buffer on to the "
     "language model's layers and keeps nothing."
@@ -59,6 +60,8 @@ AUDITED_CLASSES: dict[str, str] = {
     f"{_VLLM}glm4_moe:Glm4MoeForCausalLM": _EXPERTS,
     f"{_VLLM}commandr:CohereForCausalLM": _LAYERS,
     f"{_VLLM}olmoe:OlmoeForCausalLM": _EXPERTS,
+    f"{_VLLM}llama_eagle:EagleLlamaForCausalLM": _HEAD,
+    f"{_VLLM}llama_eagle3:Eagle3LlamaForCausalLM": _HEAD,
     f"{_VLLM}gemma3_mm:Gemma3ForConditionalGeneration": _WRAPPER,
     f"{_VLLM}idefics3:Idefics3ForConditionalGeneration": _WRAPPER,
     f"{_VLLM}mistral3:Mistral3ForConditionalGeneration": _WRAPPER,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
+from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -24,6 +25,8 @@ from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
 MAX_HEAD_SIZE = 512
+_MODEL_TAG = "backbone"
+"""What vLLM calls all that it builds of a model; while it builds a drafter it says another name."""
 _workspaces: WeakValueDictionary[int, Workspace] = WeakValueDictionary()
 """Of each engine in this process, by the ``id`` of its configuration: vLLM copies that field by field, and fails on an
 attribute that is none. An engine's layers keep both."""
@@ -113,7 +116,8 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
 
     New K/V of decodes is stored by decode attention, that of prefills by prefill attention, or by a write before
     FlashAttention 3. So a request may not read blocks that another one writes in the same step; Rose's block manager
-    guarantees that. Under vLLM's own manager all new K/V is stored by a separate write before anything is read.
+    guarantees that. Under vLLM's own manager, and in a drafter's layers, all new K/V is stored by a separate write
+    before anything is read.
     """
 
     def __init__(
@@ -153,7 +157,9 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         vllm_config = get_current_vllm_config()
         self.workspace = _workspaces.setdefault(id(vllm_config), Workspace())
         """Of the engine: all its layers launch on one stream, in turn."""
-        self.appends_in_attention = options.appends_in_attention(vllm_config)
+        self.is_drafter = backends.model_tag != _MODEL_TAG
+        # A drafter passes tokens that must not be stored (slot -1), which only the separate write leaves out.
+        self.appends_in_attention = not self.is_drafter and options.appends_in_attention(vllm_config)
         self.has_connector_in_layers = options.has_connector_in_layers(vllm_config)
         if options.uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
@@ -172,6 +178,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             (num_heads, self.num_kv_heads, head_size, self.scale > 0, sliding_window, kv_cache_dtype),
             (alibi_slopes is None, self.logits_soft_cap, sinks is None, kv_sharing_target_layer_name is None),
             self.appends_in_attention,
+            self.is_drafter,
         )
         begin_to_compile(vllm_config, self, kind)
 

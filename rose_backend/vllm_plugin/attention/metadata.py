@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.layers.attention import AttentionRows, AttentionStep
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
-from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps, why_prompts_need_python
-from rose_backend.vllm_plugin.options import has_drafter_model, replays_steps
+from rose_backend.vllm_plugin.attention.mixed_graphs import (
+    captures_mixed_steps,
+    why_drafter_needs_vllms_graphs,
+    why_prompts_need_python,
+)
+from rose_backend.vllm_plugin.options import replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
@@ -49,6 +53,7 @@ class RoseAttentionMetadata:
     first_prefill_row: int
     num_prefill_tokens: int
     query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32, vLLM's, which counts them up between a drafter's steps
     decode_computed_tokens: torch.Tensor  # [R] int32
     prefill_computed_tokens: torch.Tensor  # [R] int32
     block_table: torch.Tensor  # [R, MB] int32
@@ -58,8 +63,9 @@ class RoseAttentionMetadata:
     """Prompt tokens of a row to choose tiles for; None computes it from this step."""
     flash_rows: FlashRows | None = None
     """The prefill rows, where layers with plain attention leave them to FlashAttention 3. Never in a captured graph."""
-    step: AttentionStep | None = None
-    """This step as ``layers.attention`` takes it, shared by all layers."""
+    steps: dict[bool, AttentionStep] = field(default_factory=dict)
+    """This step as ``layers.attention`` takes it, by whether attention stores the new K/V itself: in the model's layers
+    it may, while a drafter's, which see the same step, never do."""
 
     @property
     def decodes_only(self) -> bool:
@@ -86,13 +92,13 @@ class RoseAttentionMetadata:
         return (*TUNED_QUERY_LENS, self.mean_prefill_len)
 
     def for_layers(self, *, appends: bool) -> AttentionStep:
-        """Return ``step``, made by the first layer that asks.
+        """Return the step, made by the first layer that asks.
 
         Args:
             appends: whether attention stores the new K/V itself.
         """
-        if self.step is not None:
-            return self.step
+        if (step := self.steps.get(appends)) is not None:
+            return step
         decode, prefill = None, None
         if self.num_decodes:
             rows, is_single = slice(0, self.num_decodes), self.max_decode_query_len == 1
@@ -112,12 +118,15 @@ class RoseAttentionMetadata:
                 self.prefill_start_loc,
             )
         slots = None if appends else self.slot_mapping[: self.num_actual_tokens]
-        self.step = AttentionStep(decode, prefill, slots)
-        return self.step
+        self.steps[appends] = step = AttentionStep(decode, prefill, slots)
+        return step
 
 
 class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadata]):
     """Turns vLLM's description of a step into ``RoseAttentionMetadata`` without waiting for the device."""
+
+    supports_draft_decode_metadata_update = True
+    """A drafter's steps of one token, one after the other, are one graph."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -157,8 +166,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Any step on CUDA; beside a drafter with a model, decodes only, drafts included where decode attention takes
-        them.
+        """Any step on CUDA; beside some drafters decodes only, drafts included where decode attention takes them.
 
         The torch reference kernels plan on the CPU, so no graph may contain them. Attention alone could be in a graph
         of any step of any model. But vLLM asks for nothing else before it replays prompts, and a model's Python may
@@ -167,7 +175,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if not current_platform.is_cuda():
             return AttentionCGSupport.NEVER
         if (
-            not has_drafter_model(vllm_config)
+            why_drafter_needs_vllms_graphs(vllm_config) is None
             and vllm_config.use_v2_model_runner
             and why_prompts_need_python(vllm_config) is None
         ):
@@ -198,6 +206,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             prefill_start_loc=common.query_start_loc,
             mean_prefill_len=min(num_tokens, _USUAL_PREFILL_LEN),
             flash_rows=None,
+            steps={},
         )
 
     def build(
@@ -229,6 +238,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             first_prefill_row=first_prefill_row,
             num_prefill_tokens=num_prefill_tokens,
             query_start_loc=start_loc,
+            seq_lens=common.seq_lens,
             decode_computed_tokens=decode_computed_tokens,
             prefill_computed_tokens=prefill_computed_tokens,
             block_table=common.block_table_tensor,
@@ -236,6 +246,12 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             prefill_start_loc=prefill_start_loc,
             flash_rows=flash_rows,
         )
+
+    def update_draft_decode_metadata(self, metadata: RoseAttentionMetadata) -> None:
+        """Take the lengths that a drafter's step, of one token in each row, has now. A graph may contain this."""
+        torch.sub(metadata.seq_lens, 1, out=metadata.decode_computed_tokens)
+        # What layers share was planned for other lengths.
+        metadata.steps.clear()
 
     def _count_computed_tokens(
         self, common: CommonAttentionMetadata, num_decodes: int, first_prefill_row: int

@@ -19,14 +19,16 @@ from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import (
-    DRAFTER_MODEL,
+    OTHER_DRAFTER,
     first_reason,
     has_connector_in_layers,
-    has_drafter_model,
+    has_eagle_head,
+    has_other_drafter,
     is_rose_selected,
     rose_options,
     why_adapters_need_vllms_steps,
 )
+from rose_backend.vllm_plugin.registration import is_rose
 
 MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
 """Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
@@ -50,14 +52,34 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
         "model runner V1": not vllm_config.use_v2_model_runner,
         "layers with a state": model_config is not None and model_config.is_hybrid,
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
-        DRAFTER_MODEL: has_drafter_model(vllm_config),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     return (
         first_reason(reasons)
+        or why_drafter_needs_vllms_graphs(vllm_config)
         or why_adapters_need_vllms_steps(vllm_config)
         or why_prompts_need_python(vllm_config)
     )
+
+
+def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
+    """Return why graphs of any mix cannot be captured beside the drafter of this configuration; None if they can.
+
+    vLLM captures an EAGLE head's first pass over a step as it captures the step.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_eagle_head(vllm_config):
+        return OTHER_DRAFTER if has_other_drafter(vllm_config) else None
+    backend, unaudited = speculative.attention_backend, find_unaudited(speculative.draft_model_config)
+    reasons = {
+        "another attention backend for the drafter": backend is not None and not is_rose(backend),
+        # Not tried.
+        "enable_adaptive_verification": speculative.enable_adaptive_verification,
+        # Features of images would have to be in the drafter's buffer before a replay.
+        "an EAGLE head beside images": vllm_config.model_config.is_multimodal_model,
+        f"{unaudited} is not among the audited models": unaudited is not None,
+    }
+    return first_reason(reasons)
 
 
 def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:

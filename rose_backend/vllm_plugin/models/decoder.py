@@ -472,8 +472,12 @@ class RoseDecoder:
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,  # [T, E]
         deepstack: Sequence[torch.Tensor] = (),  # [T, E] each
-    ) -> torch.Tensor:
-        """Return the hidden states after the final norm, [T, E]. ``deepstack`` is as a ``Decoder``'s."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the hidden states after the final norm, [T, E]. ``deepstack`` is as a ``Decoder``'s.
+
+        Where a drafter has asked for auxiliary hidden states, return them, too, in the order of layers, [T, E] each:
+        the sums that enter these layers, as vLLM's models do.
+        """
         model, norm_input, num_tokens = self.model, None, positions.shape[-1]
         wait_for_kernels(*_PROFILED_KERNELS)
         rows = self._adapter_rows(num_tokens)
@@ -507,6 +511,7 @@ class RoseDecoder:
             adapter_rows=rows,
             max_packed_rows=self._max_packed_rows,
             deepstack=deepstack,
+            held_layers=model.aux_hidden_state_layers,
         )
         first_norm = decoder.first_norm(num_tokens, attention)
         if inputs_embeds is not None:
@@ -519,8 +524,10 @@ class RoseDecoder:
             hidden, norm_input = embed_tokens(
                 input_ids, positions, model.embed_tokens.weight.data, next_norm=first_norm
             )
+        auxiliary: list[torch.Tensor] = []
         with impl.workspace:
-            return run_layers(decoder, hidden, norm_input, positions, attention)
+            normed = run_layers(decoder, hidden, norm_input, positions, attention, auxiliary)
+        return (normed, auxiliary) if auxiliary else normed
 
 
 class RoseLlamaForCausalLM(RoseDecoder, LlamaForCausalLM):  # type: ignore[misc]

@@ -7,6 +7,7 @@ not use ROSE. The different architecture name also keeps compiled graphs apart i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from vllm import envs
@@ -17,7 +18,7 @@ from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
-from rose_backend.vllm_plugin.options import DRAFTER_MODEL, first_reason, has_drafter_model
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, first_reason, has_eagle_head, has_other_drafter
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
@@ -99,6 +100,8 @@ def choose_model_class(
     model_config.hf_config.architectures = [chosen]
     if chosen == GPT2:
         return ModelChoice(chosen)
+    if has_eagle_head(vllm_config):
+        _fuse_without_compiler(vllm_config)
     # There is nothing to compile: the loop over layers launches Rose's kernels.
     vllm_config.compilation_config.mode = CompilationMode.NONE
     custom_ops = vllm_config.compilation_config.custom_ops
@@ -107,6 +110,17 @@ def choose_model_class(
         # vLLM's products launch it. It is one kernel so, and several torch operations where nothing is compiled.
         custom_ops.append("+quant_fp8")
     return ModelChoice(chosen)
+
+
+def _fuse_without_compiler(vllm_config: VllmConfig) -> None:
+    """Let a drafter's layers, which are vLLM's, run vLLM's fused operations, as if nothing had ever been compiled."""
+    compilation, priority = vllm_config.compilation_config, vllm_config.kernel_config.ir_op_priority
+    compiled = asdict(current_platform.get_default_ir_op_priority(vllm_config))
+    compilation.mode = CompilationMode.NONE
+    for name, launched in asdict(current_platform.get_default_ir_op_priority(vllm_config)).items():
+        if getattr(priority, name) == compiled[name]:  # else the user has chosen
+            setattr(priority, name, launched)
+    compilation.custom_ops[:] = ["all" if name == "none" else name for name in compilation.custom_ops]
 
 
 def forget_compilation_mode(vllm_config: VllmConfig) -> None:
@@ -163,8 +177,8 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     reasons = {
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "dual batch overlap": parallel_config.enable_dbo,
-        # It asks for hidden states of some layers, or was not tried.
-        DRAFTER_MODEL: has_drafter_model(vllm_config),
+        # Not tried.
+        OTHER_DRAFTER: has_other_drafter(vllm_config),
         "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         "this load format": load_format not in _LOAD_FORMATS,
         "this weight transfer backend": transfer not in (None, *_WEIGHT_TRANSFERS),
@@ -204,6 +218,7 @@ def _why_images_differ(vllm_config: VllmConfig) -> str | None:
     reasons = {
         # Not tried.
         "quantized weights beside an encoder of images": vllm_config.model_config.quantization is not None,
+        "an EAGLE head beside images": has_eagle_head(vllm_config),
         "--mm-encoder-only": vllm_config.is_mm_encoder_only,
         # Nothing of the model is compiled with Rose's class.
         "compile_mm_encoder": vllm_config.compilation_config.compile_mm_encoder,

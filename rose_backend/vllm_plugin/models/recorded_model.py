@@ -61,10 +61,10 @@ def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
     """Launch attention of each size of step, with the layers around it where they are Rose's.
 
     Args:
-        layer: a ``RoseAttentionImpl`` of the model.
+        layer: a ``RoseAttentionImpl`` of the model or, with other kernels, of a drafter.
     """
     architectures = set(vllm_config.model_config.hf_config.architectures or ())
-    is_decoder = bool(architectures & set(DECODERS.values()))
+    is_decoder = not layer.is_drafter and bool(architectures & set(DECODERS.values()))
     recorded = (RecordedDecoder if is_decoder else RecordedAttention)(vllm_config, layer)
     for metadata in recorded_steps(vllm_config, layer):
         recorded.run(metadata)

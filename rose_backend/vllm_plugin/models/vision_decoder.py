@@ -33,8 +33,8 @@ class _RoseVisionDecoder(RoseDecoder):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,  # [T, E]
         **kwargs: object,
-    ) -> torch.Tensor:
-        """Return the hidden states after the final norm, [T, E]. ``kwargs`` are the encoder's, which has run."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return what ``RoseDecoder.forward`` does. ``kwargs`` are the encoder's, which has run."""
         num_tokens = positions.shape[-1]
         deepstack: tuple[torch.Tensor, ...] = ()
         # Qwen3-VL's alone. vLLM writes them before a step with images, of one token that is an image's, too.
