@@ -67,7 +67,14 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     why_step_is_not_replayed,
 )
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
-from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, POISON, make_case, make_mixed_case
+from tests.support.decode_steps import (
+    BLOCK_SIZES,
+    NUM_SLOTS,
+    POISON,
+    make_case,
+    make_mixed_case,
+    make_sampled,
+)
 from tests.support.interpreter import run_interpreted
 from tests.support.random_checkpoints import (
     write_random_granite_hybrid,
@@ -75,7 +82,12 @@ from tests.support.random_checkpoints import (
     write_random_qwen3_next,
 )
 from tests.support.vllm_plugin.configs import connector
-from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm, positions_as_vllm
+from tests.support.vllm_plugin.decode_kernels import (
+    begin_as_vllm,
+    end_as_vllm,
+    end_drafts_as_vllm,
+    positions_as_vllm,
+)
 from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
     GROUPS,
@@ -1640,7 +1652,8 @@ def test_a_step_leaves_what_vllms_leaves(
     end_step(case.slots, case.tokens, case.state)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
-        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+        ours, wanted = getattr(case.state, each.name), getattr(theirs.state, each.name)
+        assert ours is wanted is None or torch.equal(ours, wanted), each.name
 
 
 @pytest.mark.parametrize("num_dims", [3, 4])
@@ -1671,12 +1684,14 @@ def test_positions_in_all_dimensions_are_vllms(num_requests: int, num_rows: int,
 
 
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
-@pytest.mark.parametrize("counts", [[1, 1, 1], [30], [1, 1, 1, 2, 9, 130]])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [30], [1, 1, 1, 2, 9, 130], [4, 4, 4, 4, 4], [4, 3, 2, 4, 20]])
 def test_a_step_with_prompts_leaves_what_vllms_leaves(
-    counts: list[int], block_sizes: tuple[int, ...]
+    counts: list[int], num_drafts: int, block_sizes: tuple[int, ...]
 ) -> None:
+    """Or with drafts behind last tokens: where all rows have all of them, such a step is replayed."""
     num_requests, num_rows, num_tokens = len(counts), len(counts) + 2, sum(counts) + 5
-    case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes)
+    case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes, num_drafts=num_drafts)
     theirs = case.copy()
     case.begin()
     run_interpreted(begin_as_vllm, theirs, num_requests)
@@ -1691,10 +1706,16 @@ def test_a_step_with_prompts_leaves_what_vllms_leaves(
     for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
         assert torch.equal(ours_of.block_table[rows], theirs_of.block_table[rows])
         assert torch.equal(ours_of.slot_mapping[:num_tokens], theirs_of.slot_mapping[:num_tokens])
-    end_step(case.slots, case.tokens, case.state, case.rows)
-    run_interpreted(end_as_vllm, theirs, num_requests)
+    if num_drafts and {*counts} == {num_drafts + 1}:
+        new_tokens, num_sampled = make_sampled(case, num_drafts)
+        end_step(case.slots, new_tokens, case.state, num_sampled=num_sampled)
+        run_interpreted(end_drafts_as_vllm, theirs, num_requests, new_tokens, num_sampled)
+    else:
+        end_step(case.slots, case.tokens, case.state, case.rows)
+        run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
-        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+        ours, wanted = getattr(case.state, each.name), getattr(theirs.state, each.name)
+        assert ours is wanted is None or torch.equal(ours, wanted), each.name
 
 
 # What vLLM's metadata builders leave where graphs of decodes read it: the backend, and what graphs hold of metadata.
