@@ -46,8 +46,7 @@ from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
-from rose_backend.vllm_plugin.step_graph import runner_hooks
-from rose_backend.vllm_plugin.step_graph import steps as graph_steps
+from rose_backend.vllm_plugin.step_graph import runner_hooks, whole_steps
 from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
 from rose_backend.vllm_plugin.step_graph.addresses import (
     StaleGraphs,
@@ -209,7 +208,7 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
         written.append(writes.shape[1])
         write_block_ids(writes, groups)
 
-    monkeypatch.setattr(graph_steps, "write_block_ids", write)
+    monkeypatch.setattr(whole_steps, "write_block_ids", write)
     for _ in range(3):
         requests.add(8)
     counts = []
