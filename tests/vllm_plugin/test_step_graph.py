@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
@@ -1210,6 +1213,7 @@ class HookedRunner:
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
+        self.speculative_config = None
         monkeypatch.setattr(
             runner_hooks, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append)
         )
@@ -1535,6 +1539,45 @@ def test_engines_of_data_parallel_ranks_are_replayed(name: str, value: Any, reas
     )
     setattr(parallel_config, name, value)
     assert why_engine_is_not_replayed(runner) == reason
+
+
+def set_drafts(runner: Any) -> None:
+    runner.speculative_config = SimpleNamespace(rejection_sample_method="standard")
+    runner.speculator = object.__new__(NgramGPUSpeculator)
+    runner.rejection_sampler = object.__new__(RejectionSampler)
+    runner.rejection_sampler.watermark_key = runner.adaptive_verification = None
+    runner.decode_query_len, runner.dp_size = 8, 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("decode_query_len", 8, None),
+        ("speculative_config.rejection_sample_method", "synthetic", None),
+        ("speculative_config.rejection_sample_method", "fly", "another rejection sampler"),
+        ("rejection_sampler.watermark_key", 5, "another rejection sampler"),
+        ("rejection_sampler", object(), "another rejection sampler"),
+        ("speculator", object(), "drafts other than n-grams"),
+        ("decode_query_len", 9, "more drafts than decode attention takes"),
+        ("adaptive_verification", object(), "adaptive verification"),
+        ("dp_size", 2, "drafts with data parallelism"),
+        ("lora_config", object(), "drafts beside LoRA"),
+        ("model_state.rope_state", object(), "drafts of a multimodal model"),
+        ("model_state.supports_mm_inputs", True, "drafts of a multimodal model"),
+    ],
+)
+def test_n_gram_drafts_are_served(path: str, value: Any, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    set_drafts(runner)
+    *owners, name = path.split(".")
+    setattr(functools.reduce(getattr, owners, runner), name, value)
+    assert why_engine_is_not_replayed(runner) == reason
+
+
+def test_drafts_beside_states_are_vllms() -> None:
+    runner = make_runner([make_group(FULL)], [make_group(STATE, GDNAttentionMetadataBuilder)])
+    set_drafts(runner)
+    assert why_engine_is_not_replayed(runner) == "drafts beside states"
 
 
 @pytest.mark.parametrize("smallest", [1, 2, 8])

@@ -35,6 +35,7 @@ class WholeSteps(ABC):
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
         query_len: tokens of each request in a step that only decodes.
+        max_num_tokens: of such a step; None: as many as vLLM's graphs take.
 
     Attributes:
         votes: of data-parallel ranks on what ``launch`` was asked to run last.
@@ -45,7 +46,7 @@ class WholeSteps(ABC):
     _num_parts = 1
     """Graphs of an end."""
 
-    def __init__(self, runner: Any, query_len: int) -> None:
+    def __init__(self, runner: Any, query_len: int, max_num_tokens: int | None = None) -> None:
         self._runner = runner
         self._manager = runner.cudagraph_manager
         self.votes = StepVotes(runner)
@@ -54,7 +55,13 @@ class WholeSteps(ABC):
         self._temperatures = runner.sampler.sampling_states.temperature.np
         self._adapters = StepAdapters(runner)
         self._query_len = query_len
-        self._desc_of = decode_graphs(self._manager, runner.max_num_reqs, query_len, num_adapters=0)
+        self._desc_of = {
+            num_requests: desc
+            for num_requests, desc in decode_graphs(
+                self._manager, runner.max_num_reqs, query_len, num_adapters=0
+            ).items()
+            if max_num_tokens is None or desc.num_tokens <= max_num_tokens
+        }
         self._sizes = sorted({desc.num_tokens // query_len for desc in self._desc_of.values()}, reverse=True)
         self._max_num_rows = max(self._sizes, default=0)
         self._state = state_of(runner)
