@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +26,7 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_OTHER_STEPS,
     why_drafts_are_not_replayed,
 )
+from tests.support.patience import HANG_S
 from tests.support.vllm_plugin.draft_runner import DraftRequests, DraftRunner, rejection_sample
 from tests.support.vllm_plugin.steady_runner import GROUPS, MAX_LEN, MAX_REQS, VOCAB_SIZE
 
@@ -130,6 +136,18 @@ def test_the_same_batch_is_not_taken_over_again(monkeypatch: pytest.MonkeyPatch)
         told = replay(steps, requests.step()).get_output().sampled_token_ids
         assert told == requests.expect(requests.running)
     assert calls == ["update"]
+
+
+def test_rows_of_padding_write_no_drafts_of_others() -> None:
+    runner = DraftRunner(3)
+    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    for _ in range(3):
+        requests.add(4)
+    drafts = runner.req_states.draft_tokens
+    idle = [slot for slot in range(MAX_REQS) if slot not in runner.req_states.req_id_to_index.values()]
+    drafts[idle] = 9
+    replay(steps, requests.step())
+    assert (drafts[idle] == 9).all()
 
 
 def test_seeds_and_temperatures_are_those_of_the_batch() -> None:
@@ -298,3 +316,25 @@ def test_a_row_ends_before_its_last_column() -> None:
         told = replay(steps, requests.step()).get_output().sampled_token_ids
         assert told == requests.expect(requests.running)
     assert requests.num_known["request 0"] == MAX_LEN - 4
+
+
+@pytest.mark.parametrize("method", ["standard", "synthetic", "block"])
+def test_a_step_leaves_what_vllms_leaves(method: str) -> None:
+    """Tokens and state, by vLLM's own kernels, interpreted."""
+    cases = [
+        {"num_drafts": num_drafts, "draws": draws, "dtype": dtype, "method": method, "seed": seed}
+        for seed, (num_drafts, draws, dtype) in enumerate(
+            [(3, False, "bfloat16"), (1, False, "float32"), (3, True, "float32"), (2, True, "bfloat16")]
+        )
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_plugin.draft_lockstep", json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    counts = json.loads(run.stdout.splitlines()[-1])
+    assert len(counts) == len(cases) and {*itertools.chain(*counts)} == {1, 2, 3, 4}
