@@ -5,20 +5,27 @@ Workers check every cache slot that is read on either side.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
+from rose_backend.conformance.block_manager.pretended_model import expected_output
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
-from tests.support.vllm_plugin.configs import EVENTS, MakeConfig, connector, n_grams
+from tests.support.vllm_plugin.configs import EVENTS, MakeConfig, connector
 from tests.support.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
 from tests.support.vllm_plugin.fake_worker import STATE
 from tests.support.vllm_plugin.lockstep import Pair, batching
-from tests.support.vllm_plugin.simulation import MAX_MODEL_LEN, make_request, make_simulation
+from tests.support.vllm_plugin.simulation import (
+    MAX_MODEL_LEN,
+    NUM_DRAFTS,
+    drafting,
+    make_request,
+    make_simulation,
+)
 from tests.support.vllm_plugin.traffic import KINDS, Traffic, make_hasher
 
 HASHER = make_hasher()
@@ -343,7 +350,6 @@ def test_first_tokens_are_sent_before_the_tokens_of_running_requests(
 
 
 # With drafts a decode computes all of them, and what was rejected is taken back when its output arrives.
-NUM_DRAFTS = 3
 DRAFTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "some right": (ROOMY, ("async", "async deep", "async, no stats", "async, metrics of requests")),
     "all right": (ROOMY, ("async",)),
@@ -361,15 +367,6 @@ DRAFTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "few tokens": (ROOMY | {"max_num_batched_tokens": 40}, ("async",)),
 }
 SHARES_RIGHT = {"all right": 1.0, "all wrong": 0.0}
-
-
-def drafting(num_drafts: int = NUM_DRAFTS, share_right: float = 0.7) -> dict[str, Any]:
-    """Return the options of a simulation whose worker drafts."""
-    return {
-        "use_v2_model_runner": True,
-        "speculative_config": n_grams(num_drafts, "ngram_gpu"),
-        "worker_options": {"num_drafts": num_drafts, "share_right": share_right},
-    }
 
 
 @pytest.mark.parametrize(
@@ -418,6 +415,40 @@ def test_drafts_reach_the_longest_sequence_as_in_vllm(
     assert pair.num_batched_steps + pair.num_split_steps > 5
 
 
+@pytest.mark.parametrize("share_right", [1.0, 0.7])
+def test_a_stop_inside_drafts_ends_a_steady_batch_as_in_vllm(
+    make_config: MakeConfig, share_right: float
+) -> None:
+    pair = make_pair(make_config, "async", **drafting(share_right=share_right), **ROOMY)
+
+    def make(index: int) -> Request:
+        prompt = [index] * (20 + index)
+        request = make_request(f"r{index}", prompt, 90)
+        request.sampling_params.stop_token_ids = [expected_output(prompt, 90)[40 + 5 * index]]
+        return request
+
+    pair.add(*(lambda index=index: make(index) for index in range(6)))
+    while pair.is_busy:
+        pair.step()
+    lengths = [len(pair.outputs[f"r{index}"]) for index in range(6)]
+    assert lengths[0] < 60 and max(lengths) < 90 and pair.num_batched_steps > 10
+
+
+def test_a_decode_without_tokens_is_left_to_vllm(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **ROOMY)
+    pair.add(*(lambda index=index: make_request(f"r{index}", [index] * 20, 90) for index in range(3)))
+    for _ in range(8):
+        pair.step()
+    for side in pair.sides:
+        _, result = side.in_flight[0]
+        result.sampled_token_ids[1], result.logprobs = [], None
+    for side in pair.sides:
+        side.execute = lambda output: None  # The worker knows nothing of it.
+    num_tokens = len(pair.outputs["r1"])
+    pair.step()
+    assert len(pair.outputs["r1"]) == num_tokens and pair.num_batched_steps > 5
+
+
 def test_prompts_of_a_single_token_are_padded_beside_decodes_as_in_vllm(make_config: MakeConfig) -> None:
     pair = make_pair(make_config, "async", **drafting(), **ROOMY)
     # A prompt without a hit beside no decode, and then beside some; and one with a hit.
@@ -462,8 +493,9 @@ def test_what_a_step_says_does_not_change_when_drafts_are_rejected(make_config: 
         output = schedule(*args)
         data = output.scheduled_cached_reqs
         if isinstance(data, DecodeRequestData):
-            # As a copy, which nobody has read.
-            read_late.append(copy.copy(data))
+            # As one that nobody has read.
+            request_ids, blocks = data.req_ids, data.new_block_ids
+            read_late.append(DecodeRequestData.of(request_ids, blocks, data._batch_numbers, data._num_more))
             numbers.append((list(data.num_computed_tokens), list(data.num_output_tokens)))
             # vLLM's engine core puts drafts that a grammar has looked at in their places.
             output.scheduled_spec_decode_tokens["r0"] = [-1, -1, 7]

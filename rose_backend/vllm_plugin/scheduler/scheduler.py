@@ -277,16 +277,15 @@ class BatchedScheduling(Scheduler):
         tokens_per_decode = 1 + self.num_spec_tokens
         self.running = self.running[num_requests:]
         decode_ids = [request.request_id for request in self.running if not request.is_prefill_chunk]
-        limit = self._max_prompt_tokens()
+        num_begun = len(self.running) - len(decode_ids)
+        limit, max_chunk = self._max_prompt_tokens(), 0
         if limit is not None:
+            if decode_ids:
+                # No prompts take the tokens of decodes that come after them, and no chunk is less than a decode has.
+                max_chunk = max(limit // max(num_begun, 1), tokens_per_decode)
+                limit = max(limit, num_begun * max_chunk)
             num_kept = limit + len(decode_ids) * tokens_per_decode
             num_tokens = max(num_tokens, self.max_num_scheduled_tokens - num_kept)
-        # No prompts take the tokens of decodes that come after them.
-        num_begun = len(self.running) - len(decode_ids)
-        max_chunk = 0
-        if decode_ids and limit is not None:
-            # Their drafts are no chunk.
-            max_chunk = max(limit // max(num_begun, 1), tokens_per_decode)
         data = batch.data_of_next_step(new_block_ids)
         self._ahead_of_rest = batch, data
         self.scheduler_config.long_prefill_token_threshold = max_chunk

@@ -25,10 +25,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
-from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig, n_grams
 from tests.support.vllm_plugin.fake_worker import STATE, FakeWorker
 
 MAX_MODEL_LEN = 160
+NUM_DRAFTS = 3
 
 
 @dataclass
@@ -203,6 +204,15 @@ def _spec_of(window: int | None, block_size: int) -> Any:
     if window is not None:
         return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
     return as_rose_spec(FullAttentionSpec(**shape, dtype=torch.float32))
+
+
+def drafting(num_drafts: int = NUM_DRAFTS, share_right: float = 0.7) -> dict[str, Any]:
+    """Return options of ``make_simulation`` with which its worker drafts, and decodes may be scheduled at once."""
+    return {
+        "use_v2_model_runner": True,
+        "speculative_config": n_grams(num_drafts, "ngram_gpu"),
+        "worker_options": {"num_drafts": num_drafts, "share_right": share_right},
+    }
 
 
 def make_request(
