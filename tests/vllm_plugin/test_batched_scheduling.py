@@ -239,6 +239,19 @@ def test_more_requests_than_a_step_has_tokens_take_turns_as_in_vllm(make_config:
     assert pair.num_batched_steps > 12
 
 
+def test_steps_of_drafts_are_no_longer_than_workers_take(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **{**ROOMY, "max_num_batched_tokens": 40})
+    for side in pair.sides:
+        side.scheduler.max_num_scheduled_tokens, side.scheduler._may_split = 400, False
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 3, 20 + 2 * i) for i in range(12)))
+    pair.step()
+    assert len(pair.scheduler.running) == 12
+    while pair.is_busy:
+        pair.step()
+    # Of no more than ten requests.
+    assert pair.num_batched_steps > 0
+
+
 def test_requests_wait_for_their_tokens_where_nothing_stands_for_them(make_config: MakeConfig) -> None:
     pair = make_pair(make_config, "async", **ROOMY, is_async=False)
     for side in pair.sides:
@@ -434,10 +447,38 @@ def test_a_stop_inside_drafts_ends_a_steady_batch_as_in_vllm(
     assert lengths[0] < 60 and max(lengths) < 90 and pair.num_batched_steps > 10
 
 
+def test_what_a_batch_has_rejected_is_no_other_batchs(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **ROOMY)
+    pair.add(*(lambda index=index: make_request(f"r{index}", [index] * 20, 90) for index in range(4)))
+    for _ in range(20):
+        pair.step()
+        for side in pair.sides:
+            # A batch of the same requests otherwise, while a step of the one before is in flight.
+            side.scheduler.running.reverse()
+        pair.step()
+    assert pair.num_batched_steps > 30
+
+
+def test_a_part_of_a_prompt_as_long_as_a_decode_is_none(make_config: MakeConfig) -> None:
+    options = {**ROOMY, "max_num_batched_tokens": 40, "enable_prefix_caching": False}
+    pair = make_pair(make_config, "async", **drafting(share_right=0.0), **options)
+    for side in pair.sides:
+        # With statistics a request has events after a preemption, and is left to vLLM for them.
+        side.scheduler.log_stats = False
+    request = pair.add(lambda: make_request("a", [1] * 70, 60))
+    while request.num_tokens < 80 + 1 + NUM_DRAFTS:
+        pair.step()
+    # All is computed again: twice 40 tokens, and as many as a decode has, which yield one.
+    pair.for_all(lambda scheduler: scheduler.reset_prefix_cache(reset_running_requests=True))
+    while pair.is_busy:
+        pair.step()
+    assert request.num_preemptions == 1 and len(pair.outputs["a"]) == 60
+
+
 def test_a_decode_without_tokens_is_left_to_vllm(make_config: MakeConfig) -> None:
     pair = make_pair(make_config, "async", **drafting(), **ROOMY)
     pair.add(*(lambda index=index: make_request(f"r{index}", [index] * 20, 90) for index in range(3)))
-    for _ in range(8):
+    for _ in range(12):
         pair.step()
     for side in pair.sides:
         _, result = side.in_flight[0]
@@ -481,6 +522,8 @@ def test_a_steady_step_with_drafts_asks_nothing_request_by_request(
         simulation.step()
     counts = [len(simulation.outputs[f"r{index}"]) for index in range(6)]
     assert min(counts) > 30 and len(set(counts)) > 1
+    # Drafts are counted with their step, and once.
+    assert simulation.scheduler.make_stats().spec_decoding_stats is None
 
 
 def test_what_a_step_says_does_not_change_when_drafts_are_rejected(make_config: MakeConfig) -> None:
