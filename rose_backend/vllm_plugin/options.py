@@ -188,12 +188,11 @@ def batches_decode_steps(vllm_config: VllmConfig) -> bool:
 def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     """Return why decoding requests cannot be scheduled all at once; None if they can.
 
-    Drafts, pipeline stages and per-request masks need a decision per request.
+    Some drafts, pipeline stages and per-request masks need a decision per request.
     """
     model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
     reasons = {
         NEEDS_MANAGER: not uses_rose_manager(vllm_config),
-        "drafts": vllm_config.speculative_config is not None,
         "pipeline stages": parallel_config.pipeline_parallel_size > 1,
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "sampling masks": model_config is not None and model_config.return_sampling_mask,
@@ -202,6 +201,26 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
         # From vLLM 0.33 on each engine counts steps between prefills; engines of a mixture of experts do it together.
         "a prefill interval": vllm_config.scheduler_config.prefill_schedule_interval > 1
         and not (parallel_config.data_parallel_size > 1 and parallel_config.is_moe_model),
+    }
+    return first_reason(reasons) or _why_drafts_go_one_by_one(vllm_config)
+
+
+def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
+    """Return why requests with drafts cannot be scheduled all at once; None if they can, and without drafts.
+
+    All requests of a step must have the same number of drafts, which stay with the workers.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    reasons = {
+        "drafts other than n-grams": speculative.method not in NGRAM_METHODS,
+        # It drops drafts from a step, in the scheduler's own output.
+        "drafts with model runner V1": not vllm_config.use_v2_model_runner,
+        "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,
+        "num_speculative_tokens_per_batch_size": bool(speculative.num_speculative_tokens_per_batch_size),
+        # A decode gets one more block at most.
+        "more than 15 drafts": 1 + vllm_config.num_speculative_tokens > BLOCK_SIZE_UNIT,
     }
     return first_reason(reasons)
 

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.models import decoder
+from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -48,6 +49,7 @@ from tests.support.vllm_engines import (
     runner_of,
     scheduler_of,
 )
+from tests.support.vllm_plugin.configs import rose
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests below have these for GPUs")
 ROUNDING = 1e-4
@@ -550,6 +552,7 @@ def test_in_full_cuda_graphs(
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
         assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
         assert config.speculative_config.method == "ngram_gpu" and config.scheduler_config.async_scheduling
+        assert batches_decode_steps(config)
         steps_in_python.clear()
         # The first run fills the cache: a prompt that is found starts with another number of drafts.
         draws = [texts_of(prompts[:16], complete(llm, prompts[:16], seeded)) for _ in range(3)]
@@ -733,3 +736,41 @@ def test_heads_on_two_gpus(make_engine: MakeEngine, tmp_path: Path, monkeypatch:
             assert_right(path, prompts, complete(llm, prompts), GPU_ROUNDING)
         assert draft_counts(llm)[0] > 0
         manager_of(llm).check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_scheduled_at_once_through_too_few_blocks(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_batched: bool
+) -> None:
+    """To the longest sequence, too, and with tokens that stop a text inside its drafts."""
+    path, prompts = WRITERS["Qwen3"](tmp_path), parity_prompts(RANDOM_VOCAB_SIZE)[:32]
+    max_model_len = max(map(len, prompts)) + NUM_NEW // 2
+    options: dict[str, Any] = {"model": str(path), "enforce_eager": False, **GPU_MEMORY}
+    options |= {"runner": "V2", "max_num_batched_tokens": 101, "max_num_seqs": 16}
+    options |= {"max_model_len": max_model_len, **rose(batched_scheduling=is_batched)}
+    with make_engine(**options) as llm:
+        alone = complete(llm, prompts)
+        texts = texts_of(prompts, alone)
+        assert {len(each.token_ids) for each in alone} > {NUM_NEW}
+    num_blocks = max_model_len // 16 + 8
+    with make_engine(**options, num_gpu_blocks_override=num_blocks, **n_grams(3)) as llm:
+        assert batches_decode_steps(llm.llm_engine.vllm_config) == is_batched
+        preempted = count_preemptions(scheduler_of(llm))
+        for kind in DRAFTERS:
+            draft_as(monkeypatch, texts, kind)
+            assert_right(path, prompts, complete(llm, prompts), GPU_ROUNDING)
+            # The ninth new token of each text, unless another one was as likely.
+            params = [
+                SamplingParams(
+                    temperature=0.0, max_tokens=NUM_NEW, stop_token_ids=[text[len(prompt) + 8]], logprobs=0
+                )
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            stopped = complete(llm, prompts, params)
+            assert_right(path, prompts, stopped, GPU_ROUNDING)
+            assert sum(len(each.token_ids) <= 9 for each in stopped) > len(prompts) // 2
+        assert preempted
+        manager = manager_of(llm)
+        manager.check_integrity()
+        assert manager.usage == 0.0

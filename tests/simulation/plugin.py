@@ -73,6 +73,8 @@ class PluginSettings:
         }
         if has_drafts:
             options["max_num_batched_tokens"] = 200
+            # Scheduled at once where steps overlap.
+            options["use_v2_model_runner"] = is_async
             options["speculative_config"] = n_grams(2)
             options["worker_options"] = {"num_drafts": 2}
         elif has_connector:

@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
-from rose_backend.vllm_plugin.scheduler.decode_batch import FastOutputs
+from rose_backend.conformance.block_manager.pretended_model import expected_output
+from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
 from tests.support.vllm_plugin.configs import EVENTS, MakeConfig, connector
 from tests.support.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
 from tests.support.vllm_plugin.fake_worker import STATE
 from tests.support.vllm_plugin.lockstep import Pair, batching
-from tests.support.vllm_plugin.simulation import make_request, make_simulation
+from tests.support.vllm_plugin.simulation import (
+    MAX_MODEL_LEN,
+    NUM_DRAFTS,
+    drafting,
+    make_request,
+    make_simulation,
+)
 from tests.support.vllm_plugin.traffic import KINDS, Traffic, make_hasher
 
 HASHER = make_hasher()
@@ -27,7 +35,11 @@ DEPTHS: dict[str, dict[str, Any]] = {
     "async deep": {"depth": 3},
     "pipelined": {"depth": 3, "is_async": False},
 }
-VARIANTS = {"runner V2": {"use_v2_model_runner": True}, "no stats": {"log_stats": False}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "runner V2": {"use_v2_model_runner": True},
+    "no stats": {"log_stats": False},
+    "metrics of requests": {"spec_decode_metrics_level": "detailed"},
+}
 ROOMY = {"num_blocks": 120, "block_size": 16, "max_num_seqs": 12, "max_num_batched_tokens": 200}
 PRIORITY = {"scheduling_policy": "priority"}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -227,6 +239,19 @@ def test_more_requests_than_a_step_has_tokens_take_turns_as_in_vllm(make_config:
     assert pair.num_batched_steps > 12
 
 
+def test_steps_of_drafts_are_no_longer_than_workers_take(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **{**ROOMY, "max_num_batched_tokens": 40})
+    for side in pair.sides:
+        side.scheduler.max_num_scheduled_tokens, side.scheduler._may_split = 400, False
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 3, 20 + 2 * i) for i in range(12)))
+    pair.step()
+    assert len(pair.scheduler.running) == 12
+    while pair.is_busy:
+        pair.step()
+    # Of no more than ten requests.
+    assert pair.num_batched_steps > 0
+
+
 def test_requests_wait_for_their_tokens_where_nothing_stands_for_them(make_config: MakeConfig) -> None:
     pair = make_pair(make_config, "async", **ROOMY, is_async=False)
     for side in pair.sides:
@@ -335,3 +360,193 @@ def test_first_tokens_are_sent_before_the_tokens_of_running_requests(
     assert orders[-1] == ["c", "d", "a", "b"]
     simulation.step()
     assert sorted(orders[-1]) == ["a", "b", "c", "d"]
+
+
+# With drafts a decode computes all of them, and what was rejected is taken back when its output arrives.
+DRAFTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "some right": (ROOMY, ("async", "async deep", "async, no stats", "async, metrics of requests")),
+    "all right": (ROOMY, ("async",)),
+    "all wrong": (ROOMY, ("async",)),
+    "one draft": ({"num_blocks": 40}, ("async",)),
+    "15 drafts": ({"num_blocks": 60}, ("async",)),
+    "tight": ({"num_blocks": 24}, ("async", "async deep")),
+    "wide blocks": ({"num_blocks": 9, "block_size": 32, "max_num_seqs": 4}, ("async deep",)),
+    "no cache": ({"num_blocks": 60, "max_num_seqs": 12, "enable_prefix_caching": False}, ("async",)),
+    "events": ({"num_blocks": 40, "kv_events_config": EVENTS}, ("async",)),
+    "both": ({"num_blocks": 30, **PRIORITY, "watermark": 0.1}, ("async", "async deep")),
+    "crowd": (CASES["crowd"][0], ("async",)),
+    "crowd without room": (CASES["crowd without room"][0], ("async",)),
+    # Fewer than all decodes need with all their drafts.
+    "few tokens": (ROOMY | {"max_num_batched_tokens": 40}, ("async",)),
+}
+SHARES_RIGHT = {"all right": 1.0, "all wrong": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"), [(name, depth) for name, (_, depths) in DRAFTED.items() for depth in depths]
+)
+def test_every_step_and_output_with_drafts_is_vllms(make_config: MakeConfig, name: str, depth: str) -> None:
+    options = {"max_num_batched_tokens": 100, **DRAFTED[name][0]}
+    num_drafts = {"one draft": 1, "15 drafts": 15}.get(name, NUM_DRAFTS)
+    depth, _, variant = depth.partition(", ")
+    pair = make_pair(make_config, depth, **drafting(num_drafts, SHARES_RIGHT.get(name, 0.7)), **options)
+    for side in pair.sides:
+        for attribute, value in VARIANTS.get(variant, {}).items():
+            setattr(side.scheduler, attribute, value)
+    is_crowd = name.startswith("crowd")
+    amount: dict[str, Any] = (
+        {"num_requests": 80, "arrival_rate": 1.0} if is_crowd else {"num_requests": 60, "arrival_rate": 0.2}
+    )
+    for seed in (11, 12) if is_crowd else (11,):
+        Traffic(seed, **amount, burst=5, kinds=KINDS, block_hasher=HASHER).run(pair)
+    worker, stats = pair.stock.worker, pair.stock.manager.stats
+    assert (worker.num_accepted > 400) == (name != "all wrong")
+    # Drafts behind the end of a text, and of prompts that are padded with them, are wrong.
+    assert worker.num_rejected > (50 if name == "all right" else 200)
+    assert options["num_blocks"] >= 40 or pair.stock.num_preemptions > 5
+    if options.get("enable_prefix_caching", True):
+        assert min(stats.hit_tokens, stats.partial_hits, stats.clones) > 0, stats
+    assert pair.num_batched_steps > 20
+    assert (pair.num_split_steps > 25) == (name != "both")
+    # Metrics of a request are counted by vLLM's code, request by request.
+    has_fast_outputs = variant != "metrics of requests"
+    assert (pair.num_batched_tokens > pair.num_tokens // 2) == has_fast_outputs
+    assert has_fast_outputs or pair.num_batched_tokens == 0
+
+
+@pytest.mark.parametrize("share_right", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("num_drafts", [1, 7])
+def test_drafts_reach_the_longest_sequence_as_in_vllm(
+    make_config: MakeConfig, num_drafts: int, share_right: float
+) -> None:
+    pair = make_pair(make_config, "async", **drafting(num_drafts, share_right), **ROOMY)
+    lengths = range(MAX_MODEL_LEN - 50, MAX_MODEL_LEN, 5)
+    pair.add(*(lambda n=n: make_request(f"r{n}", [n % 97] * n, MAX_MODEL_LEN) for n in lengths))
+    while pair.is_busy:
+        pair.step()
+    assert [len(pair.outputs[f"r{n}"]) for n in lengths] == [MAX_MODEL_LEN - n for n in lengths]
+    assert pair.num_batched_steps + pair.num_split_steps > 5
+
+
+@pytest.mark.parametrize("share_right", [1.0, 0.7])
+def test_a_stop_inside_drafts_ends_a_steady_batch_as_in_vllm(
+    make_config: MakeConfig, share_right: float
+) -> None:
+    pair = make_pair(make_config, "async", **drafting(share_right=share_right), **ROOMY)
+
+    def make(index: int) -> Request:
+        prompt = [index] * (20 + index)
+        request = make_request(f"r{index}", prompt, 90)
+        request.sampling_params.stop_token_ids = [expected_output(prompt, 90)[40 + 5 * index]]
+        return request
+
+    pair.add(*(lambda index=index: make(index) for index in range(6)))
+    while pair.is_busy:
+        pair.step()
+    lengths = [len(pair.outputs[f"r{index}"]) for index in range(6)]
+    assert lengths[0] < 60 and max(lengths) < 90 and pair.num_batched_steps > 10
+
+
+def test_what_a_batch_has_rejected_is_no_other_batchs(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **ROOMY)
+    pair.add(*(lambda index=index: make_request(f"r{index}", [index] * 20, 90) for index in range(4)))
+    for _ in range(20):
+        pair.step()
+        for side in pair.sides:
+            # A batch of the same requests otherwise, while a step of the one before is in flight.
+            side.scheduler.running.reverse()
+        pair.step()
+    assert pair.num_batched_steps > 30
+
+
+def test_a_part_of_a_prompt_as_long_as_a_decode_is_none(make_config: MakeConfig) -> None:
+    options = {**ROOMY, "max_num_batched_tokens": 40, "enable_prefix_caching": False}
+    pair = make_pair(make_config, "async", **drafting(share_right=0.0), **options)
+    for side in pair.sides:
+        # With statistics a request has events after a preemption, and is left to vLLM for them.
+        side.scheduler.log_stats = False
+    request = pair.add(lambda: make_request("a", [1] * 70, 60))
+    while request.num_tokens < 80 + 1 + NUM_DRAFTS:
+        pair.step()
+    # All is computed again: twice 40 tokens, and as many as a decode has, which yield one.
+    pair.for_all(lambda scheduler: scheduler.reset_prefix_cache(reset_running_requests=True))
+    while pair.is_busy:
+        pair.step()
+    assert request.num_preemptions == 1 and len(pair.outputs["a"]) == 60
+
+
+def test_a_decode_without_tokens_is_left_to_vllm(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **ROOMY)
+    pair.add(*(lambda index=index: make_request(f"r{index}", [index] * 20, 90) for index in range(3)))
+    for _ in range(12):
+        pair.step()
+    for side in pair.sides:
+        _, result = side.in_flight[0]
+        result.sampled_token_ids[1], result.logprobs = [], None
+    for side in pair.sides:
+        side.execute = lambda output: None  # The worker knows nothing of it.
+    num_tokens = len(pair.outputs["r1"])
+    pair.step()
+    assert len(pair.outputs["r1"]) == num_tokens and pair.num_batched_steps > 5
+
+
+def test_prompts_of_a_single_token_are_padded_beside_decodes_as_in_vllm(make_config: MakeConfig) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **ROOMY)
+    # A prompt without a hit beside no decode, and then beside some; and one with a hit.
+    for name, prompt in (("a", [1]), ("b", [2] * 20), ("c", [3]), ("d", [2] * 20), ("e", [2] * 30)):
+        pair.add(lambda name=name, prompt=prompt: make_request(name, prompt, 60))
+        for _ in range(4):
+            pair.step()
+    while pair.is_busy:
+        pair.step()
+    assert pair.num_batched_steps > 20 and pair.num_split_steps > 0
+
+
+def test_a_steady_step_with_drafts_asks_nothing_request_by_request(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = make_simulation(make_config, depth=2, **drafting(), **{**ROOMY, "block_size": 64})
+    for index in range(6):
+        simulation.scheduler.add_request(make_request(f"r{index}", [index] * (20 + index), 120))
+    for _ in range(4):
+        simulation.step()
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a steady step looks at each request")
+
+    monkeypatch.setattr(Scheduler, "schedule", refuse)
+    monkeypatch.setattr(Scheduler, "update_from_output", refuse)
+    monkeypatch.setattr(FastOutputs, "_which_are_usual", refuse)
+    monkeypatch.setattr(DecodeBatch, "_catch_up", refuse)
+    for _ in range(20):
+        simulation.step()
+    counts = [len(simulation.outputs[f"r{index}"]) for index in range(6)]
+    assert min(counts) > 30 and len(set(counts)) > 1
+    # Drafts are counted with their step, and once.
+    assert simulation.scheduler.make_stats().spec_decoding_stats is None
+
+
+def test_what_a_step_says_does_not_change_when_drafts_are_rejected(make_config: MakeConfig) -> None:
+    simulation = make_simulation(make_config, depth=2, **drafting(share_right=0.3), **ROOMY)
+    for index in range(3):
+        simulation.scheduler.add_request(make_request(f"r{index}", [index] * 20, 60))
+    schedule, read_late, numbers = simulation.scheduler.schedule, list[Any](), list[Any]()
+
+    def note(*args: Any) -> Any:
+        output = schedule(*args)
+        data = output.scheduled_cached_reqs
+        if isinstance(data, DecodeRequestData):
+            # As one that nobody has read.
+            request_ids, blocks = data.req_ids, data.new_block_ids
+            read_late.append(DecodeRequestData.of(request_ids, blocks, data._batch_numbers, data._num_more))
+            numbers.append((list(data.num_computed_tokens), list(data.num_output_tokens)))
+            # vLLM's engine core puts drafts that a grammar has looked at in their places.
+            output.scheduled_spec_decode_tokens["r0"] = [-1, -1, 7]
+        return output
+
+    simulation.scheduler.schedule = note
+    for _ in range(12):
+        simulation.step()
+    assert len(numbers) > 8 and simulation.worker.num_rejected > 20
+    assert [(data.num_computed_tokens, data.num_output_tokens) for data in read_late] == numbers
+    assert schedule().scheduled_spec_decode_tokens == {f"r{index}": [-1] * NUM_DRAFTS for index in range(3)}

@@ -166,12 +166,46 @@ def test_n_grams_keep_scheduling_asynchronous(
     assert any("as ngram_gpu" in line for line in rose_log) == is_renamed
 
 
+DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
+    "n-grams": ({}, True, True, None),
+    "model runner V1": ({}, False, True, "drafts with model runner V1"),
+    "one step after the other": ({}, True, False, "drafts without asynchronous scheduling"),
+    "15": ({"num_speculative_tokens": 15}, True, True, None),
+    "16": ({"num_speculative_tokens": 16}, True, True, "more than 15 drafts"),
+    "by number of requests": (
+        {"num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 256, 1]]},
+        True,
+        True,
+        "num_speculative_tokens_per_batch_size",
+    ),
+    "a model's": ({"method": "draft_model"}, True, True, "drafts other than n-grams"),
+}
+"""Options of drafts, whether the model runner is V2, whether steps overlap, and why decodes go one by one."""
+
+
+@pytest.mark.parametrize("case", DRAFTS_AT_ONCE)
+def test_which_drafts_are_scheduled_at_once(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path, case: str
+) -> None:
+    drafts, is_v2, is_async, reason = DRAFTS_AT_ONCE[case]
+    if drafts.get("method") == "draft_model":
+        drafts = {**drafts, "model": str(tiny_model_path), "num_speculative_tokens": 2}
+    else:
+        drafts = n_grams(method="ngram_gpu") | drafts
+    config = make_config(speculative_config=drafts, **AUTO_BUDGET)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", is_v2)
+    config.scheduler_config.async_scheduling = is_async
+    line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
+    assert f"decodes scheduled {'one by one' if reason else 'at once'};" in line
+    assert [idle_parts(line).get(name) for name in ("batched_scheduling", "step_budget")] == [reason] * 2
+    assert batches_decode_steps(config) is (reason is None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "name", "reason"),
     [
         (rose(block_manager=False), "fused_kv_append", ROSE_MANAGER_ONLY),
         (rose(block_manager=False), "batched_scheduling", ROSE_MANAGER_ONLY),
-        ({"speculative_config": n_grams()}, "batched_scheduling", "drafts"),
         ({"pipeline_parallel_size": 2}, "batched_scheduling", "pipeline stages"),
         ({"enable_mfu_metrics": True}, "batched_scheduling", "utilization metrics"),
         ({"prefill_schedule_interval": 4}, "batched_scheduling", "a prefill interval"),
@@ -180,7 +214,6 @@ def test_n_grams_keep_scheduling_asynchronous(
         ({"runner": "pooling"}, "fused_add_layernorm", "no layers of Rose's for this model"),
         ({"use_fp64_gumbel": True}, "fused_sampler", "float64 noise"),
         ({"enable_prefix_caching": False}, "prefix_cache", "off in vLLM"),
-        ({"speculative_config": n_grams()} | AUTO_BUDGET, "step_budget", "drafts"),
         ({"scheduling_policy": "priority"} | AUTO_BUDGET, "step_budget", "priorities"),
         ({"watermark": 0.1} | AUTO_BUDGET, "step_budget", "--watermark"),
         ({"long_prefill_token_threshold": 64} | AUTO_BUDGET, "step_budget", "--long-prefill-token-threshold"),

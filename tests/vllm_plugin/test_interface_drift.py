@@ -72,6 +72,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, dp_utils, lora_utils, model_runner
@@ -118,7 +119,7 @@ from rose_backend.vllm_plugin.models.int4_method import RoseInt4Method
 from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
-from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
+from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling, observe_drafts
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from rose_backend.vllm_plugin.step_graph.reasons import STATE_BUILDERS
 from tests.conftest import ROOT
@@ -1029,6 +1030,10 @@ STEP_FIELDS: dict[Any, str] = {
         pooler_output kv_connector_output ec_connector_output num_nans_in_logits cudagraph_stats
         aux_output_connector_output sampling_masks
     """,
+    SpecDecodingStats: """
+        num_spec_tokens num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos
+        num_draft_tokens_per_pos
+    """,
 }
 FROM_0_33 = {"skip_drafts", "encoder_input_updates", "error"}
 
@@ -1039,13 +1044,13 @@ SCHEDULER_MEMBERS = """
     max_model_len current_step _pause_state prefill_capacity_bound use_v2_model_runner encoder_cache_manager
     sched_step_seq enable_kv_cache_events get_request_counts _free_cow_retained_blocks
     _handle_blocked_waiting_request _preempt_request finish_requests make_stats finished_req_ids_dict
-    grammar_compile_error_reqs encoder_cache_mismatch_reqs
+    grammar_compile_error_reqs encoder_cache_mismatch_reqs num_spec_tokens scheduler_config log_stats
 """
 REQUEST_MEMBERS = """
     num_computed_tokens num_output_placeholders num_in_flight_tokens num_stale_output_tokens num_prompt_tokens
     num_tokens_with_spec max_tokens is_prefill_chunk prefill_stats events status structured_output_request
     resumable trace_headers client_index _block_hasher _all_token_ids _output_token_ids update_block_hashes
-    sampling_params mm_features has_encoder_inputs
+    sampling_params mm_features has_encoder_inputs num_tokens spec_decode_metrics
 """
 SAMPLING_MEMBERS = "eos_token_id stop_token_ids num_logprobs repetition_detection"
 # Outside its loop over requests, ``update_from_output`` reads these of the scheduler: what a steady step reports itself
@@ -1142,6 +1147,28 @@ def _changes_of_course(function: ast.FunctionDef) -> Iterator[ast.AST]:
             yield node
         if isinstance(node, ast.Attribute) and node.attr == "record_event":
             yield node
+
+
+def test_drafts_of_many_requests_are_counted_as_vllm_counts_each() -> None:
+    counts = [4, 1, 1, 3, 2, 4]
+    at_once, one_by_one = SpecDecodingStats.new(3), SpecDecodingStats.new(3)
+    for stats in (at_once, one_by_one):
+        stats.observe_draft(2, 1)
+    observe_drafts(at_once, counts)
+    for count in counts:
+        one_by_one.observe_draft(3, count - 1)
+    assert at_once == one_by_one
+    assert {type(number) for number in at_once.num_accepted_tokens_per_pos} == {int}
+
+
+def test_model_runner_v2_leaves_the_drafts_of_a_step_as_they_are() -> None:
+    v1, v2 = (inspect.getsource(module) for module in (gpu_model_runner, model_runner))
+    assert "update_scheduler_for_invalid_drafts" in v1 and "update_scheduler_for_invalid_drafts" not in v2
+    reads = re.findall(r"^.*scheduled_spec_decode_tokens.*$", v2, re.MULTILINE)
+    assert reads and {each.strip() for each in reads} == {
+        "draft_tokens = scheduler_output.scheduled_spec_decode_tokens"
+    }
+    assert not re.search(r"\bdraft_tokens\.(pop|clear|update)\(", v2)
 
 
 def test_data_of_decodes_is_vllms_own() -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from rose_backend.conformance.block_manager.pretended_model import expected_output
 from tests.support.vllm_plugin.configs import MakeConfig, rose
-from tests.support.vllm_plugin.simulation import Simulation, make_request, make_simulation
+from tests.support.vllm_plugin.simulation import (
+    NUM_DRAFTS,
+    Simulation,
+    drafting,
+    make_request,
+    make_simulation,
+)
 from tests.support.vllm_plugin.traffic import Traffic, make_hasher
 
 ROOMY = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 24, "max_num_batched_tokens": 300}
@@ -34,7 +40,8 @@ class Clock:
         return self.now_s
 
     def _run(self, output: Any, result: Any) -> Any:
-        prompts = {id: count for id, count in output.num_scheduled_tokens.items() if count > 1}
+        drafts = output.scheduled_spec_decode_tokens
+        prompts = {id: n for id, n in output.num_scheduled_tokens.items() if n > 1 and id not in drafts}
         self.parts.append((len(output.num_scheduled_tokens) - len(prompts), prompts))
         self.now_s += 10e-3 + max(sum(prompts.values()) - 40, 0) * 0.1e-3
         return self._update(output, result)
@@ -155,6 +162,31 @@ def test_decodes_behind_several_prompts_keep_their_token(
     simulation.checked_step()
     num_decodes, prompts = clock.parts[-1]
     assert num_decodes == 2 and prompts.keys() == {"long", "longer"} and sum(prompts.values()) <= 80
+
+
+@pytest.mark.parametrize("limit", [4, 40])
+def test_decodes_behind_prompts_keep_their_drafts(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    simulation, _ = start(make_config, monkeypatch, 13, depth=2, **drafting(share_right=0.0))
+    scheduler = simulation.scheduler
+    simulation.add(lambda: make_request("other", [2] * 4, 60))
+    simulation.checked_step()
+    monkeypatch.setattr(scheduler, "_max_prompt_tokens", lambda: limit)
+    prompts: list[Any] = []
+    for name, first in (("long", 3), ("longer", 4)):
+        simulation.add(lambda name=name, first=first: make_request(name, [first, *PROMPT], 4))
+        simulation.checked_step()
+        # Each begins as if it were alone.
+        prompts.append(scheduler.running.pop())
+    stream, other = scheduler.running
+    scheduler.running = [stream, *prompts, other]
+    output = scheduler.schedule()
+    counts = output.num_scheduled_tokens
+    assert counts["stream"] == counts["other"] == 1 + NUM_DRAFTS
+    # What is cut into less than a decode computes would cut the decode, too.
+    assert 0 < counts["long"] + counts["longer"] <= max(limit, 2 * (1 + NUM_DRAFTS))
+    assert output.scheduled_spec_decode_tokens.keys() == {"stream", "other"}
 
 
 def test_what_cannot_be_cut_is_computed_in_the_next_step(

@@ -93,6 +93,8 @@ class RunningRequests:
     _commit: Callable[[list[int]], None]
     """Commits what rows have computed. With sliding windows it is called before more is reserved, so that what they
     have passed can be released."""
+    tokens_per_decode: int = 1
+    """Tokens that a decode computes in a step; beside drafts, one and all of them."""
     row_of: dict[str, int] = field(default_factory=dict)
     """The row of each request, by its id."""
     requests: dict[int, Request] = field(default_factory=dict)
@@ -180,10 +182,10 @@ class RunningRequests:
             self._manager.let_go_of_passed(np.array(rows))
 
     def allocate_next_blocks(self, rows: list[int], num_decoding: int) -> list[tuple[list[int], ...]] | None:
-        """Allocate the next block of each of ``rows``, which are all full, as ``extend`` would one after the other.
+        """Allocate the next block of each of ``rows``, which all need it, as ``extend`` would one after the other.
 
         Args:
-            num_decoding: requests among which ``rows`` are all that are full.
+            num_decoding: requests among which ``rows`` are all that need a block.
 
         Returns:
             The block that is new to vLLM, row by row, as ``CachedRequestData.new_block_ids`` has them; or None when
@@ -215,13 +217,13 @@ class RunningRequests:
         ]
 
     def _other_full_rows(self, row: int) -> list[int]:
-        """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
-        capacity, num_reported = self.capacity, self.num_reported
+        """Return the other rows without room for a decode, which need their next block, too: one call serves all."""
+        capacity, num_reported, num_tokens = self.capacity, self.num_reported, self.tokens_per_decode
         num_row_blocks = self._manager.num_row_blocks
         return [
             other
             for other, request in self.requests.items()
-            if request.num_computed_tokens >= capacity[other]
+            if request.num_computed_tokens + num_tokens > capacity[other]
             and num_reported[other] == num_row_blocks[other]
             and other != row
         ]

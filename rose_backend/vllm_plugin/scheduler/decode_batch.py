@@ -1,4 +1,7 @@
-"""Running requests that decode one token each, as lists and arrays, so that a step schedules them without a loop.
+"""Running requests that decode, as lists and arrays, so that a step schedules them without a loop.
+
+A decode computes one token or, beside drafts, one and all its drafts. As vLLM does, a step counts them all as computed,
+and what was rejected is taken back when its output arrives.
 
 The state of a request stays on vLLM's own object and is always up to date; this saves reading it again in each step.
 Sampled tokens without side effects are appended and sent for all requests of a step at once, too (``FastOutputs``).
@@ -11,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +36,14 @@ class RequestConstants:
     output_token_ids: list[int]
     """vLLM's own list, which grows."""
     last_step: int
-    """Number of computed tokens from which a step may be the last one, which vLLM checks twice before scheduling."""
+    """Number of tokens, computed ones without drafts and known ones with them, from which a step may be the last one,
+    which vLLM checks twice before scheduling."""
     last_output: int
     """Number of output tokens from which the next one is the last."""
     stop_token_ids: frozenset[int | None]
     has_tokens_only: bool
-    """Whether an output carries tokens only, and log-probabilities of them: no grammar, no session, no trace."""
+    """Whether an output carries tokens only, and log-probabilities of them: no grammar, no session, no trace, no counts
+    of its drafts."""
     has_logprobs: bool
     has_grammar: bool
 
@@ -61,21 +66,37 @@ class RequestConstants:
                 and not has_grammar
                 and not request.resumable
                 and request.trace_headers is None
+                and request.spec_decode_metrics is None
             ),
             has_logprobs=params.num_logprobs is not None,
             has_grammar=has_grammar,
         )
 
 
+class AppendedTokens(NamedTuple):
+    """What became of a step's requests on the fast path."""
+
+    request_ids: list[str]
+    """Those that got their tokens. All others are unchanged."""
+    counts: list[int] | None
+    """Tokens that each of them got; None without drafts, where it is one."""
+    outputs: dict[int, list[EngineCoreOutput]]
+    """Of each of them, by client."""
+
+
 class FastOutputs:
-    """Requests of one step whose sampled token is appended and sent without vLLM's per-request code.
+    """Requests of one step whose sampled tokens are appended and sent without vLLM's per-request code.
 
     Args:
-        requests: that compute one token each.
+        requests: that compute ``num_tokens`` tokens each.
         constants: of each of them; requests that need more than their tokens are left to vLLM.
+        num_tokens: one, and the drafts.
     """
 
-    def __init__(self, requests: Sequence[Request], constants: Sequence[RequestConstants]) -> None:
+    def __init__(
+        self, requests: Sequence[Request], constants: Sequence[RequestConstants], num_tokens: int
+    ) -> None:
+        self._num_tokens = num_tokens
         is_simple = [each.has_tokens_only for each in constants]
         self._requests = list(compress(requests, is_simple))
         self._request_ids = [request.request_id for request in self._requests]
@@ -83,6 +104,8 @@ class FastOutputs:
         self._output_token_ids = [each.output_token_ids for each in constants]
         self._appends = [
             (request, each.output_token_ids.append, each.all_token_ids.append)
+            if num_tokens == 1
+            else (request, each.output_token_ids.extend, each.all_token_ids.extend)
             for request, each in zip(self._requests, constants, strict=True)
         ]
         self._last_outputs = [each.last_output for each in constants]
@@ -95,7 +118,7 @@ class FastOutputs:
         self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
         self._clients = {request.client_index for request in self._requests}
         self._hashes_blocks = any(request._block_hasher is not None for request in self._requests)
-        # Tokens that all requests may get before each is to be looked at again, as long as nobody intervenes.
+        # Tokens that each request may get before all are to be looked at again, as long as nobody intervenes.
         self._num_usual_tokens, self._num_interventions = 0, -1
 
     def append_tokens(
@@ -104,18 +127,15 @@ class FastOutputs:
         num_placeholders: int,
         num_interventions: int,
         holds_encoder_outputs: Callable[[Request], bool],
-    ) -> tuple[list[str], dict[int, list[EngineCoreOutput]]]:
-        """Append this step's token to every request that does not finish and has no other event.
+    ) -> AppendedTokens:
+        """Append this step's tokens to every request that does not finish and has no other event.
 
         Args:
             model_runner_output: of the step.
-            num_placeholders: that the step had added to each request.
+            num_placeholders: that the step had added to each request for each of its tokens.
             num_interventions: changes with every call that may have changed a request.
             holds_encoder_outputs: whether outputs of an encoder are kept for a request, which vLLM releases when the
                 step after them is over.
-
-        Returns:
-            The ids of these requests, and their outputs by client. All other requests are unchanged.
         """
         index, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         request_ids, appends = self._request_ids, self._appends
@@ -125,11 +145,15 @@ class FastOutputs:
             is_usual = self._which_are_usual(sampled, holds_encoder_outputs)
             request_ids, appends = list(compress(request_ids, is_usual)), list(compress(appends, is_usual))
             sampled = list(compress(sampled, is_usual))
-        for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
-            append_output(token)
-            append_to_all(token)
-            request.num_in_flight_tokens -= 1
-            request.num_output_placeholders -= num_placeholders
+        counts = None
+        if self._num_tokens == 1:
+            for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
+                append_output(token)
+                append_to_all(token)
+                request.num_in_flight_tokens -= 1
+                request.num_output_placeholders -= num_placeholders
+        else:
+            counts = self._extend(appends, sampled, num_placeholders)
         if self._hashes_blocks:
             for request, _, _ in appends:
                 request.update_block_hashes()
@@ -138,8 +162,22 @@ class FastOutputs:
         if logprobs and self._ids_with_logprobs:
             for output in outputs:
                 if output.request_id in self._ids_with_logprobs:
-                    output.new_logprobs = logprobs.slice_request(index[output.request_id], 1)
-        return request_ids, self._by_client(appends, outputs)
+                    count = len(output.new_token_ids)
+                    output.new_logprobs = logprobs.slice_request(index[output.request_id], count)
+        return AppendedTokens(request_ids, counts, self._by_client(appends, outputs))
+
+    def _extend(self, appends: list[Any], sampled: list[list[int]], num_placeholders: int) -> list[int]:
+        """Append what was accepted and take back what was rejected; return how many tokens each request got."""
+        num_tokens, num_placeholders = self._num_tokens, num_placeholders * self._num_tokens
+        counts = list(map(len, sampled))
+        for (request, extend_output, extend_all), tokens, count in zip(appends, sampled, counts, strict=True):
+            extend_output(tokens)
+            extend_all(tokens)
+            request.num_in_flight_tokens -= num_tokens
+            # Of those that were accepted and of those that were not.
+            request.num_output_placeholders -= num_placeholders
+            request.num_computed_tokens -= num_tokens - count
+        return counts
 
     def _are_all_usual(
         self,
@@ -147,23 +185,28 @@ class FastOutputs:
         num_interventions: int,
         holds_encoder_outputs: Callable[[Request], bool],
     ) -> bool:
-        """Whether the token of each request is appended as usual; False if it is to be found out one by one.
+        """Whether the tokens of each request are appended as usual; False if it is to be found out one by one.
 
         Once all requests were, they are until a token may be the last of one, stops one, or somebody intervenes.
         """
-        is_known = self._num_usual_tokens > 0 and num_interventions == self._num_interventions
+        num_tokens = self._num_tokens
+        is_known = self._num_usual_tokens >= num_tokens and num_interventions == self._num_interventions
         if is_known and self._stop_nothing(sampled):
-            self._num_usual_tokens -= 1
+            self._num_usual_tokens -= num_tokens
             return True
         self._num_usual_tokens, self._num_interventions = 0, num_interventions
         if not all(self._which_are_usual(sampled, holds_encoder_outputs)):
             return False
         num_outputs = map(len, self._output_token_ids)
-        self._num_usual_tokens = min(map(sub, self._last_outputs, num_outputs), default=1) - 1
+        self._num_usual_tokens = (
+            min(map(sub, self._last_outputs, num_outputs), default=num_tokens) - num_tokens
+        )
         return True
 
     def _stop_nothing(self, sampled: list[list[int]]) -> bool:
-        """Whether each row is one token, and none that may stop a request."""
+        """Whether each row has tokens, one without drafts, and none that may stop a request."""
+        if self._num_tokens > 1:
+            return all(sampled) and self._stop_token_ids.isdisjoint(chain.from_iterable(sampled))
         try:
             return self._stop_token_ids.isdisjoint([token for (token,) in sampled])
         except ValueError:
@@ -174,9 +217,9 @@ class FastOutputs:
     ) -> list[bool]:
         running, stop_token_ids = RequestStatus.RUNNING, self._stop_token_ids
         return [
-            len(new) == 1
-            and new[0] not in stop_token_ids
-            and len(output) < last
+            0 < len(new) <= self._num_tokens
+            and stop_token_ids.isdisjoint(new)
+            and len(output) + len(new) <= last
             and request.status is running
             and not request.num_stale_output_tokens
             and request.prefill_stats is None
@@ -208,33 +251,37 @@ class DecodeRequestData(CachedRequestData):
     """
 
     _batch_numbers: NDArray[np.int64]
-    _num_steps: int
+    _num_more: int
 
     @classmethod
     def of(
-        cls, request_ids: list[str], new_block_ids: NewBlockIds, numbers: NDArray[np.int64], num_steps: int
+        cls, request_ids: list[str], new_block_ids: NewBlockIds, numbers: NDArray[np.int64], num_more: int
     ) -> DecodeRequestData:
-        """Build the data of step ``num_steps``, counted from 0, of a batch with ``numbers``; see ``DecodeBatch``."""
+        """Build the data of a step of a batch with ``numbers``; see ``DecodeBatch``.
+
+        Args:
+            num_more: tokens of each request that are computed now, beyond these numbers.
+        """
         data = cls.__new__(cls)
         data.req_ids = request_ids
         data.resumed_req_ids = set()
         data.new_token_ids = []
         data.all_token_ids = {}
         data.new_block_ids = new_block_ids
-        data._batch_numbers, data._num_steps = numbers, num_steps
+        data._batch_numbers, data._num_more = numbers, num_more
         return data
 
     @cached_property
     def num_computed_tokens(self) -> list[int]:  # type: ignore[override]
         """Of each request, before the step."""
-        computed: list[int] = (self._batch_numbers[2] + self._num_steps).tolist()
+        computed: list[int] = (self._batch_numbers[2] + self._num_more).tolist()
         return computed
 
     @cached_property
     def num_output_tokens(self) -> list[int]:  # type: ignore[override]
-        """Of each request; all tokens but the one that this step computes are computed, placeholders included."""
+        """Of each request; all tokens but the first that this step computes are computed, placeholders included."""
         numbers = self._batch_numbers
-        outputs: list[int] = (numbers[2] - numbers[3] + (self._num_steps + 1)).tolist()
+        outputs: list[int] = (numbers[2] - numbers[3] + (self._num_more + 1)).tolist()
         return outputs
 
     def __reduce__(self) -> tuple[type[CachedRequestData], tuple[Any, ...]]:
@@ -250,8 +297,9 @@ class DecodeBatch:
         requests: those of them that get a token.
         constants: of each of these.
         numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens now,
-            tokens of the prompt, and computed tokens from which a step may be the last.
+            tokens of the prompt, and ``RequestConstants.last_step``; ``[6, N]`` beside drafts, with the known tokens.
         holders: the requests that hold blocks, these among them.
+        max_model_len: of the engine.
     """
 
     def __init__(
@@ -261,24 +309,41 @@ class DecodeBatch:
         constants: list[RequestConstants],
         numbers: NDArray[np.int64],
         holders: RunningRequests,
+        max_model_len: int,
     ) -> None:
         self.running = running
+        self._num_tokens = num_tokens = holders.tokens_per_decode
         self.request_ids = [request.request_id for request in requests]
         """Shared by all steps of the batch, as ``num_scheduled_tokens``: nobody changes them."""
-        self.num_scheduled_tokens = dict.fromkeys(self.request_ids, 1)
-        self.fast_outputs = FastOutputs(requests, constants)
-        self._requests, self._constants, self._numbers = requests, constants, numbers
+        self.num_scheduled_tokens = dict.fromkeys(self.request_ids, num_tokens)
+        self.total_num_scheduled_tokens = num_tokens * len(requests)
+        self.fast_outputs = FastOutputs(requests, constants, num_tokens)
+        self._drafts = dict.fromkeys(self.request_ids, [-1] * (num_tokens - 1)) if num_tokens > 1 else {}
+        self._requests, self._constants = requests, constants
         self._grammar_requests = [r for r, each in zip(requests, constants, strict=True) if each.has_grammar]
         self.has_grammar = bool(self._grammar_requests)
         """Whether a request has structured output."""
-        self._holders = holders
-        self._rows, capacity, num_computed_tokens, _, last_steps = numbers
-        self._num_steps = 0
+        self._holders, self._max_model_len = holders, max_model_len
+        self._is_behind = False
+        self._count_from(numbers)
+
+    def _count_from(self, numbers: NDArray[np.int64]) -> None:
+        """Count steps from 0 again, with these numbers."""
+        self._numbers, self._num_steps = numbers, 0
         # A request that gets no token now may be gone at the next step.
-        is_complete = len(requests) == len(running)
-        self._last_step = int((last_steps - num_computed_tokens).min()) if is_complete else 0
-        self._num_steps_with_room = capacity - num_computed_tokens
+        is_complete = len(self._requests) == len(self.running)
+        self._last_step = int(self._num_certain_steps().min()) if is_complete else 0
+        self._num_steps_with_room = (numbers[1] - numbers[2]) // self._num_tokens
         self._full_at_step = int(self._num_steps_with_room.min())
+
+    def _num_certain_steps(self) -> NDArray[np.int64]:
+        """Return how many steps each request certainly has with all their tokens, counted from step 0."""
+        num_computed_tokens, last_steps = self._numbers[2], self._numbers[4]
+        if self._num_tokens == 1:
+            return last_steps - num_computed_tokens
+        # Computed tokens are an upper bound, by which vLLM cuts drafts; what is known decides which step is the last.
+        num_that_fit = (self._max_model_len - 1 - num_computed_tokens) // self._num_tokens
+        return np.where(self._numbers[5] < last_steps, num_that_fit, 0)
 
     @classmethod
     def at_head_of(
@@ -289,13 +354,14 @@ class DecodeBatch:
         max_model_len: int,
         last: DecodeBatch | None,
     ) -> DecodeBatch | None:
-        """Return the batch of all running requests before the first that needs more than one token, if any.
+        """Return the batch of all running requests before the first that computes another number of tokens, if any.
 
         Args:
             known_constants: of requests of the last step that was not a batch's.
             last: the batch of the step before; requests that it shares are not read again.
         """
         known = {} if last is None else last._positions_of_next()
+        num_tokens = holders.tokens_per_decode
         requests: list[Request] = []
         positions: list[int] = []
         new_requests: list[Request] = []
@@ -304,9 +370,9 @@ class DecodeBatch:
             position = known.get(request)
             if position is None:
                 num_new_tokens = _num_new_tokens(request, max_model_len)
-                if num_new_tokens not in (0, 1) or request.is_prefill_chunk:
+                if num_new_tokens not in (0, num_tokens) or request.is_prefill_chunk:
                     break
-                if num_new_tokens == 1:
+                if num_new_tokens:
                     position = num_known + len(new_requests)
                     new_requests.append(request)
             num_seen += 1
@@ -319,36 +385,56 @@ class DecodeBatch:
         noted = known_constants if last is None else {}
         constants = [noted.get(each) or RequestConstants.of(each, max_model_len) for each in new_requests]
         rows = [holders.row_of[request.request_id] for request in new_requests]
-        numbers = np.array(
-            [
-                rows,
-                [holders.capacity[row] for row in rows],
-                [request.num_computed_tokens for request in new_requests],
-                [request.num_prompt_tokens for request in new_requests],
-                [each.last_step for each in constants],
-            ],
-            np.int64,
-        )
+        columns = [
+            rows,
+            [holders.capacity[row] for row in rows],
+            [request.num_computed_tokens for request in new_requests],
+            [request.num_prompt_tokens for request in new_requests],
+            [each.last_step for each in constants],
+        ]
+        if num_tokens > 1:
+            columns.append([len(each.all_token_ids) for each in constants])
+        numbers = np.array(columns, np.int64)
         if last is not None:
             constants = last._constants + constants
             constants = [constants[position] for position in positions]
             numbers = np.concatenate((last._numbers_now(), numbers), 1)[:, positions]
-        return cls(running[:num_seen], requests, constants, numbers, holders)
+        return cls(running[:num_seen], requests, constants, numbers, holders, max_model_len)
 
     def _positions_of_next(self) -> dict[Request, int]:
         """Return the positions of the requests that certainly get another token."""
         if not self._has_outputs_or_placeholders():
             return {}
         known = dict(zip(self._requests, range(len(self._requests)), strict=True))
-        for position in np.flatnonzero(self._numbers[2] + self._num_steps >= self._numbers[4]).tolist():
+        for position in np.flatnonzero(self._num_certain_steps() <= self._num_steps).tolist():
             del known[self._requests[position]]
         return known
 
     def _numbers_now(self) -> NDArray[np.int64]:
         numbers = self._numbers.copy()
-        numbers[1] = numbers[2] + self._num_steps_with_room
-        numbers[2] += self._num_steps
+        numbers[2] += self._num_steps * self._num_tokens
         return numbers
+
+    def note_tokens(self, counts: list[int] | None) -> None:
+        """Take back what an earlier step counted as computed and its output has rejected. Needed beside drafts only.
+
+        Args:
+            counts: tokens that each request got from a step of this batch; None if requests may have changed otherwise.
+        """
+        if counts is None:
+            self._is_behind = True
+            return
+        numbers = self._numbers_now()
+        numbers[2] -= self._num_tokens - np.array(counts)
+        numbers[5] += counts
+        self._count_from(numbers)
+
+    def _catch_up(self) -> None:
+        numbers = self._numbers.copy()
+        numbers[2] = [request.num_computed_tokens for request in self._requests]
+        numbers[5] = [len(each.all_token_ids) for each in self._constants]
+        self._is_behind = False
+        self._count_from(numbers)
 
     def _has_outputs_or_placeholders(self) -> bool:
         """Whether the step before has its tokens or placeholders for them; the same for all requests."""
@@ -357,7 +443,9 @@ class DecodeBatch:
         return num_known - request.num_computed_tokens == 1
 
     def is_at_head_of(self, running: list[Request]) -> bool:
-        """Whether it is still the batch of the leading requests: all get a token again, and no other would join."""
+        """Whether it is still the batch of the leading requests: all are in the step again, and no other would join."""
+        if self._is_behind:
+            self._catch_up()
         num_requests = len(self.running)
         if self._num_steps >= self._last_step or not self._has_outputs_or_placeholders():
             return False
@@ -366,7 +454,7 @@ class DecodeBatch:
         return running[:num_requests] == self.running and running[num_requests].is_prefill_chunk
 
     def allocate_slots(self) -> NewBlockIds | None:
-        """Make room for one token of each request.
+        """Make room for the next step's tokens of each request.
 
         Returns:
             ``new_block_ids`` of vLLM's ``CachedRequestData``, or None when blocks are short; then nothing has changed.
@@ -374,12 +462,13 @@ class DecodeBatch:
         new_block_ids: NewBlockIds = [None] * len(self._requests)
         if self._num_steps >= self._full_at_step:
             full = np.flatnonzero(self._num_steps_with_room <= self._num_steps)
-            full_rows, holders = self._rows[full].tolist(), self._holders
+            full_rows, holders = self._numbers[0][full].tolist(), self._holders
             blocks = holders.allocate_next_blocks(full_rows, len(self._requests))
             if blocks is None:
                 return None
             capacity = np.array([holders.capacity[row] for row in full_rows])
-            self._num_steps_with_room[full] = capacity - self._numbers[2][full]
+            self._numbers[1, full] = capacity
+            self._num_steps_with_room[full] = (capacity - self._numbers[2, full]) // self._num_tokens
             self._full_at_step = int(self._num_steps_with_room.min())
             for position, new in zip(full.tolist(), blocks, strict=True):
                 new_block_ids[position] = new
@@ -408,19 +497,29 @@ class DecodeBatch:
         Args:
             new_block_ids: from ``allocate_slots``.
         """
-        return DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, self._num_steps)
+        num_more = self._num_steps * self._num_tokens
+        return DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, num_more)
+
+    def drafts_of_next_step(self) -> dict[str, list[int]]:
+        """Return what stands for each request's drafts, which the workers have, in the next step's scheduler output.
+
+        Beside grammars vLLM's engine core puts drafts themselves in their places, of one step.
+        """
+        return self._drafts.copy()
 
     def advance(self, num_placeholders: int, step_seq: int | None) -> None:
-        """Count the next token of every request as scheduled.
+        """Count the next step's tokens of every request as scheduled.
 
         Args:
-            num_placeholders: that the step adds to a request: 1 when the next step is scheduled before its end, else 0.
+            num_placeholders: that each of its tokens adds: 1 when the next step is scheduled before its end, else 0.
             step_seq: number of the step, where blocks may be freed only after the last one that writes them; or None.
         """
         self._num_steps += 1
+        num_tokens = self._num_tokens
+        num_placeholders *= num_tokens
         for request in self._requests:
-            request.num_computed_tokens += 1
-            request.num_in_flight_tokens += 1
+            request.num_computed_tokens += num_tokens
+            request.num_in_flight_tokens += num_tokens
             request.num_output_placeholders += num_placeholders
         if step_seq is not None:
             for request in self._requests:

@@ -1,9 +1,9 @@
 """vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's.
 
-Running requests that decode one token each need no decision, so they are scheduled all at once; and sampled tokens
-without side effects (no stop, no grammar) are appended and sent all at once. Everything else takes vLLM's own
-code, which then sees the remaining requests only. Steps may switch between the two at any time: the state is vLLM's,
-and always complete.
+Running requests that decode, one token each or one and all their drafts, need no decision, so they are scheduled all at
+once; and sampled tokens without side effects (no stop, no grammar) are appended and sent all at once. Everything else
+takes vLLM's own code, which then sees the remaining requests only. Steps may switch between the two at any time: the
+state is vLLM's, and always complete.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from collections import deque
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
@@ -55,7 +58,7 @@ class BatchedScheduling(Scheduler):
     reset_preempted_req_ids: set[str]
 
     _num_placeholders = 0
-    """``num_output_placeholders`` that a decode step adds to each request, for the token in flight."""
+    """``num_output_placeholders`` that a decode step adds to each request, for each of its tokens in flight."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = rose_options(vllm_config)
@@ -68,9 +71,11 @@ class BatchedScheduling(Scheduler):
         )
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
+        self.kv_cache_manager.running.tokens_per_decode = 1 + self.num_spec_tokens
         self._batches_decode_steps = batches_decode_steps(vllm_config)
         # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
         self._tells_of_filled_blocks_only = offloads_whole_blocks(vllm_config)
+        self._max_num_batched_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._may_split = why_steps_are_not_split(vllm_config) is None
         has_budget = why_steps_have_no_budget(vllm_config) is None
         self._step_budget = StepBudget.of(options.step_budget) if has_budget else None
@@ -88,6 +93,10 @@ class BatchedScheduling(Scheduler):
         self._in_flight: deque[tuple[SchedulerOutput, FastOutputs, float, int | None]] = deque()
         # Calls that may have changed running requests other than by a step's usual course.
         self._num_interventions = 0
+        # Whether there has been a prompt of a single token beside drafts.
+        self._has_had_lone_tokens = False
+        # Tokens of the fast path's requests, until the step's statistics are made; None without drafts.
+        self._fast_counts: list[int] | None = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule the next step."""
@@ -109,13 +118,20 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _note_decodes(self, output: SchedulerOutput) -> None:
-        """Prepare the fast path of those requests of a step of vLLM's that get one token."""
-        decodes = [self.requests[id] for id, count in output.num_scheduled_tokens.items() if count == 1]
+        """Prepare the fast path of those requests of a step of vLLM's that decode, with all their drafts if any."""
+        num_drafts, drafts = self.num_spec_tokens, output.scheduled_spec_decode_tokens
+        decodes = [
+            self.requests[id]
+            for id, count in output.num_scheduled_tokens.items()
+            # As many tokens may also be a part of a prompt.
+            if count == 1 + num_drafts and (not num_drafts or len(drafts.get(id, ())) == num_drafts)
+        ]
         if decodes:
             known, limit = self._known_constants, self.max_model_len
             constants = [known.get(request) or RequestConstants.of(request, limit) for request in decodes]
             self._known_constants = dict(zip(decodes, constants, strict=True))
-            self._in_flight.append((output, FastOutputs(decodes, constants), 0.0, None))
+            fast_outputs = FastOutputs(decodes, constants, 1 + num_drafts)
+            self._in_flight.append((output, fast_outputs, 0.0, None))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a waiting request may be admitted in this step; vLLM continues with the next one if not."""
@@ -137,10 +153,13 @@ class BatchedScheduling(Scheduler):
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
         batch = self._next_batch()
-        if batch is None or len(batch.request_ids) > self.max_num_scheduled_tokens:
+        if batch is None:
+            return None
+        num_tokens = batch.total_num_scheduled_tokens
+        if num_tokens > self.max_num_scheduled_tokens or num_tokens > self._max_num_batched_tokens:
             return None
         is_all = len(batch.running) == len(self.running) and not self._may_admit()
-        if not is_all and not self._may_split:
+        if not is_all and (not self._may_split or self._may_pad_prompt()):
             return None
         self.kv_cache_manager.new_step_starts()
         new_block_ids = batch.allocate_slots()
@@ -168,6 +187,20 @@ class BatchedScheduling(Scheduler):
         seen = self.prev_step_scheduled_req_ids
         return batch if self.use_v2_model_runner or seen.issuperset(batch.request_ids) else None
 
+    def add_request(self, request: Request) -> None:
+        """Take a request in."""
+        self._has_had_lone_tokens |= self.num_spec_tokens > 0 and request.num_tokens == 1
+        super().add_request(request)
+
+    def _may_pad_prompt(self) -> bool:
+        """Whether vLLM may give a prompt of a single token as many drafts as decodes have, as it does beside decodes.
+
+        Scheduled after the batch, it would stand alone, and get none.
+        """
+        if not self._has_had_lone_tokens:
+            return False
+        return any(request.num_tokens == 1 for request in chain(self.kv_holding_waiting, self.waiting))
+
     def _may_admit(self) -> bool:
         """Whether vLLM would try to admit a waiting request."""
         num_running = len(self.running) + self.num_waiting_for_streaming_input
@@ -188,8 +221,8 @@ class BatchedScheduling(Scheduler):
             scheduled_new_reqs=[],
             scheduled_cached_reqs=batch.data_of_next_step(new_block_ids),
             num_scheduled_tokens=batch.num_scheduled_tokens,
-            total_num_scheduled_tokens=len(batch.request_ids),
-            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=batch.total_num_scheduled_tokens,
+            scheduled_spec_decode_tokens=batch.drafts_of_next_step(),
             scheduled_encoder_inputs={},
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
@@ -198,6 +231,7 @@ class BatchedScheduling(Scheduler):
             pending_structured_output_tokens=batch.lacks_grammar_tokens,
             kv_cache_block_copies=copies or None,
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+            num_spec_tokens_to_schedule=self.num_spec_tokens,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         self._add_encoded_items(batch, output)
@@ -239,15 +273,19 @@ class BatchedScheduling(Scheduler):
         Returns:
             The step, and how many of its tokens are prompts'.
         """
-        num_tokens, num_requests = len(batch.request_ids), len(batch.running)
+        num_tokens, num_requests = batch.total_num_scheduled_tokens, len(batch.running)
+        tokens_per_decode = 1 + self.num_spec_tokens
         self.running = self.running[num_requests:]
         decode_ids = [request.request_id for request in self.running if not request.is_prefill_chunk]
-        limit = self._max_prompt_tokens()
-        if limit is not None:
-            num_tokens = max(num_tokens, self.max_num_scheduled_tokens - limit - len(decode_ids))
-        # No prompts take the tokens of decodes that come after them.
         num_begun = len(self.running) - len(decode_ids)
-        max_chunk = max(limit // max(num_begun, 1), 1) if decode_ids and limit is not None else 0
+        limit, max_chunk = self._max_prompt_tokens(), 0
+        if limit is not None:
+            if decode_ids:
+                # No prompts take the tokens of decodes that come after them, and no chunk is less than a decode has.
+                max_chunk = max(limit // max(num_begun, 1), tokens_per_decode)
+                limit = max(limit, num_begun * max_chunk)
+            num_kept = limit + len(decode_ids) * tokens_per_decode
+            num_tokens = max(num_tokens, self.max_num_scheduled_tokens - num_kept)
         data = batch.data_of_next_step(new_block_ids)
         self._ahead_of_rest = batch, data
         self.scheduler_config.long_prefill_token_threshold = max_chunk
@@ -276,6 +314,9 @@ class BatchedScheduling(Scheduler):
         self._note_prompts(output, num_prompt_tokens)
         is_new_step = not output.total_num_scheduled_tokens
         _put_first(batch, data, output)
+        output.scheduled_spec_decode_tokens = (
+            batch.drafts_of_next_step() | output.scheduled_spec_decode_tokens
+        )
         self._advance(batch, is_new_step=is_new_step)
         return output, num_prompt_tokens
 
@@ -351,15 +392,19 @@ class BatchedScheduling(Scheduler):
             self._batch = None
         if fast_outputs is None or has_failed_loads or _concerns_more_than_tokens(model_runner_output):
             self._num_interventions += 1
+            self._note_rejected(None)
             results = super().update_from_output(scheduler_output, model_runner_output)
             _put_first_tokens_first(results)
             return results
-        request_ids, outputs = fast_outputs.append_tokens(
+        appended = fast_outputs.append_tokens(
             model_runner_output,
             self._num_placeholders,
             self._num_interventions,
             self._holds_encoder_outputs,
         )
+        request_ids, outputs = appended.request_ids, appended.outputs
+        if appended.counts is not None:
+            self._note_rejected(appended.counts, fast_outputs)
         if len(request_ids) == len(scheduler_output.num_scheduled_tokens) and self._reports_stats_only():
             return self._report(outputs, model_runner_output)
         # vLLM's code does the rest: requests off the fast path, and what is reported once per step.
@@ -379,6 +424,29 @@ class BatchedScheduling(Scheduler):
             results.setdefault(client_index, EngineCoreOutputs()).outputs += client_outputs
         _move_stats(results)
         return results
+
+    def _note_rejected(self, counts: list[int] | None, fast_outputs: FastOutputs | None = None) -> None:
+        """Note what the output of a step with drafts has rejected.
+
+        Args:
+            counts: tokens of the requests on the fast path; None if vLLM's code processes all of them.
+            fast_outputs: this path.
+        """
+        self._fast_counts, batch = counts, self._batch
+        if batch is not None and self.num_spec_tokens:
+            is_whole = fast_outputs is batch.fast_outputs and len(counts or ()) == len(batch.request_ids)
+            batch.note_tokens(counts if is_whole else None)
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Return a step's statistics, with the drafts of requests on the fast path."""
+        counts = self._fast_counts
+        if counts and self.log_stats:
+            self._fast_counts = None
+            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+            observe_drafts(spec_decoding_stats, counts)
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _holds_encoder_outputs(self, request: Request) -> bool:
         return bool(self.encoder_cache_manager.get_cached_input_ids(request))
@@ -454,7 +522,7 @@ def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOu
         num_output_tokens=first.num_output_tokens + rest.num_output_tokens,
     )
     output.num_scheduled_tokens = batch.num_scheduled_tokens | output.num_scheduled_tokens
-    output.total_num_scheduled_tokens += len(batch.request_ids)
+    output.total_num_scheduled_tokens += batch.total_num_scheduled_tokens
 
 
 def _with_rows(rows: list[int], output: SchedulerOutput) -> SchedulerOutput:
@@ -474,6 +542,19 @@ def _with_rows(rows: list[int], output: SchedulerOutput) -> SchedulerOutput:
     part.num_scheduled_tokens = dict.fromkeys(part.scheduled_cached_reqs.req_ids, 1)
     part.total_num_scheduled_tokens = len(rows)
     return part
+
+
+def observe_drafts(stats: SpecDecodingStats, counts: list[int]) -> None:
+    """Count the drafts of requests that got ``counts`` tokens each, as ``observe_draft`` does one by one."""
+    num_requests, num_drafts = len(counts), stats.num_spec_tokens
+    stats.num_drafts += num_requests
+    stats.num_draft_tokens += num_requests * num_drafts
+    stats.num_accepted_tokens += sum(counts) - num_requests
+    # Of how many requests so many drafts or more were accepted.
+    num_reached = np.bincount(counts, minlength=num_drafts + 2)[::-1].cumsum()[::-1].tolist()
+    for position in range(num_drafts):
+        stats.num_accepted_tokens_per_pos[position] += num_reached[position + 2]
+        stats.num_draft_tokens_per_pos[position] += num_requests
 
 
 def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:

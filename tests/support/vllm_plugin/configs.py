@@ -24,9 +24,9 @@ def rose(**options: Any) -> dict[str, Any]:
     return {"additional_config": {"rose": options}}
 
 
-def n_grams(num_tokens: int = 2) -> dict[str, Any]:
+def n_grams(num_tokens: int = 2, method: str = "ngram") -> dict[str, Any]:
     """Return the configuration of a drafter that looks drafts up."""
-    return {"method": "ngram", "num_speculative_tokens": num_tokens, "prompt_lookup_max": 3}
+    return {"method": method, "num_speculative_tokens": num_tokens, "prompt_lookup_max": 3}
 
 
 def connector(name: str, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:

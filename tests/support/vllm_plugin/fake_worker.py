@@ -61,6 +61,7 @@ class FakeWorker:
         num_blocks, block_size: of the cache.
         windows: of each KV cache group, None for one that keeps everything, ``STATE`` for one with states.
         num_drafts: drafted per request and step.
+        share_right: of the drafts.
         num_lookahead: positions behind a step's tokens that the drafter writes, too; None for one without a cache.
         drafter_reads_ahead: whether the drafter's entry at a position depends on the token behind it (EAGLE).
         max_model_len: the drafter stops there.
@@ -73,6 +74,7 @@ class FakeWorker:
         *,
         windows: Sequence[int | None] = (None,),
         num_drafts: int = 0,
+        share_right: float = 0.7,
         num_lookahead: int | None = None,
         drafter_reads_ahead: bool = False,
         max_model_len: int = 0,
@@ -85,7 +87,7 @@ class FakeWorker:
         self.num_zeroed = 0
         self.num_accepted = 0
         self.num_rejected = 0
-        self._num_drafts = num_drafts
+        self._num_drafts, self._share_right = num_drafts, share_right
         self._num_lookahead = num_lookahead
         self._reads_ahead = drafter_reads_ahead
         self._max_model_len = max_model_len
@@ -276,7 +278,10 @@ class FakeWorker:
         sequence.drafts = []
         state = sequence.states[-1]
         for _ in range(self._num_drafts):
-            token = next_token(state) if self._random.random() < 0.7 else self._random.randrange(VOCAB_SIZE)
+            token = next_token(state)
+            if self._random.random() >= self._share_right:
+                # Not by chance the right one.
+                token = (token + self._random.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
             sequence.drafts.append(token)
             state = chain(state, token)
 

@@ -57,9 +57,20 @@ class Pair:
             return schedule_rest(*args)
 
         scheduler._schedule_all, scheduler._schedule_rest = counting_all, counting_rest
-        scheduler._fast_outputs_of = lambda output: (
-            (outputs := fast_outputs_of(output)) and CountedOutputs(outputs, self)
-        )
+        scheduler._fast_outputs_of = lambda output: self._counting(fast_outputs_of(output))
+
+    def _counting(self, fast_outputs: Any) -> Any:
+        """Return the fast path of a step, the same object, which counts its tokens from now on."""
+        if fast_outputs is not None and "append_tokens" not in vars(fast_outputs):
+            append_tokens = fast_outputs.append_tokens
+
+            def counting(*args: Any) -> Any:
+                appended = append_tokens(*args)
+                self.num_batched_tokens += sum(appended.counts or [1] * len(appended.request_ids))
+                return appended
+
+            fast_outputs.append_tokens = counting
+        return fast_outputs
 
     def step(self) -> None:
         """Schedule on both sides; take over the oldest result once enough steps are in flight."""
@@ -115,18 +126,6 @@ class Pair:
             side.for_all(call)
 
 
-class CountedOutputs:
-    """Fast outputs that count their tokens."""
-
-    def __init__(self, fast_outputs: Any, pair: Pair) -> None:
-        self._fast_outputs, self._pair = fast_outputs, pair
-
-    def append_tokens(self, *args: Any) -> Any:
-        request_ids, outputs = self._fast_outputs.append_tokens(*args)
-        self._pair.num_batched_tokens += len(request_ids)
-        return request_ids, outputs
-
-
 def batching(is_on: bool) -> dict[str, Any]:
     return {"rose": {"batched_scheduling": is_on}}
 
@@ -134,14 +133,22 @@ def batching(is_on: bool) -> dict[str, Any]:
 def _schedule(side: Simulation) -> Any:
     output = side.scheduler.schedule()
     if (result := side.execute(output)) is not None:
-        tokens = np.array([[new[0] if new else -1] for new in result.sampled_token_ids], np.int32)
-        tokens = tokens.reshape(-1, 1)
-        result.logprobs = LogprobsLists(tokens, -tokens.astype(np.float32), tokens[:, 0])
+        result.logprobs = _logprobs_of(result.sampled_token_ids)
         if side.scheduler.current_step % 7 == 0:
             # Something that vLLM's code handles for the whole step.
             result.num_nans_in_logits = {}
         side.in_flight.append((output, result))
     return output
+
+
+def _logprobs_of(sampled: list[list[int]]) -> LogprobsLists:
+    rows = [new or [-1] for new in sampled]
+    tokens = np.array([token for new in rows for token in new], np.int32).reshape(-1, 1)
+    starts = [0, *np.cumsum([len(new) for new in rows]).tolist()]
+    # Without drafts a request's row is its index.
+    return LogprobsLists(
+        tokens, -tokens.astype(np.float32), tokens[:, 0], starts if starts[-1] > len(rows) else None
+    )
 
 
 def assert_equal(batched: dict[str, Any], stock: dict[str, Any], what: str) -> None:

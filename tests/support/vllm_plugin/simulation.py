@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -24,10 +25,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
-from tests.support.vllm_plugin.configs import MakeConfig
+from tests.support.vllm_plugin.configs import MakeConfig, n_grams
 from tests.support.vllm_plugin.fake_worker import STATE, FakeWorker
 
 MAX_MODEL_LEN = 160
+NUM_DRAFTS = 3
 
 
 @dataclass
@@ -133,6 +135,7 @@ def make_simulation(
     connector: Any = None,
     windows: Sequence[int | None] = (None,),
     scheduler_class: Any = None,
+    use_v2_model_runner: bool | None = None,
     **options: Any,
 ) -> Simulation:
     """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
@@ -142,6 +145,7 @@ def make_simulation(
         connector: the worker's side of a KV connector; the scheduler's side, too, if it has one.
         windows: of each KV cache group, None for one that keeps everything, ``STATE`` for one with states.
         scheduler_class: Rose's unless told.
+        use_v2_model_runner: whatever this vLLM takes by itself unless told; V2 cannot be configured without Triton.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -160,13 +164,15 @@ def make_simulation(
     if STATE in windows:
         config.cache_config.mamba_cache_mode = "align"
     scheduler_class = scheduler_class or (RoseAsyncScheduler if is_async else RoseScheduler)
-    scheduler = scheduler_class(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
-        log_stats=True,
-    )
+    is_v2 = config.use_v2_model_runner if use_v2_model_runner is None else use_v2_model_runner
+    with patch.object(type(config), "use_v2_model_runner", is_v2):
+        scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            log_stats=True,
+        )
     scheduler.max_num_encoder_input_tokens = encoder_budget
     scheduler.encoder_cache_manager = EncoderCacheManager(encoder_budget)
     worker = FakeWorker(
@@ -198,6 +204,15 @@ def _spec_of(window: int | None, block_size: int) -> Any:
     if window is not None:
         return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
     return as_rose_spec(FullAttentionSpec(**shape, dtype=torch.float32))
+
+
+def drafting(num_drafts: int = NUM_DRAFTS, share_right: float = 0.7) -> dict[str, Any]:
+    """Return options of ``make_simulation`` with which its worker drafts, and decodes may be scheduled at once."""
+    return {
+        "use_v2_model_runner": True,
+        "speculative_config": n_grams(num_drafts, "ngram_gpu"),
+        "worker_options": {"num_drafts": num_drafts, "share_right": share_right},
+    }
 
 
 def make_request(
