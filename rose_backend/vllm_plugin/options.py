@@ -207,7 +207,8 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     if speculative is None:
         return None
     reasons = {
-        DRAFTER_MODEL: has_drafter_model(vllm_config),
+        # One with a cache needs room behind a step's tokens, too.
+        DRAFTER_MODEL: has_drafter_model(vllm_config) or vllm_config.num_lookahead_tokens > 0,
         # It drops drafts from a step, in the scheduler's own output.
         "drafts with model runner V1": not vllm_config.use_v2_model_runner,
         "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,
