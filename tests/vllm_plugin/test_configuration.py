@@ -199,6 +199,9 @@ def test_which_drafts_are_scheduled_at_once(
     assert f"decodes scheduled {'one by one' if reason else 'at once'};" in line
     assert [idle_parts(line).get(name) for name in ("batched_scheduling", "step_budget")] == [reason] * 2
     assert batches_decode_steps(config) is (reason is None)
+    # Whatever its name, a drafter that writes behind a step's tokens needs more room.
+    monkeypatch.setattr(type(config), "num_lookahead_tokens", 2)
+    assert not batches_decode_steps(config)
 
 
 @pytest.mark.parametrize(
