@@ -78,10 +78,9 @@ class DraftSteps(WholeSteps):
         # Of each row, where its logits begin; and of each of them, its place in the row.
         self._logit_starts = torch.arange(most + 1, dtype=torch.int32, device=device) * query_len
         self._places = torch.arange(query_len, dtype=torch.int32, device=device).repeat(most)
-        # Of as many requests as random draws are computed for at once.
+        # Requests whose random draws are computed at once.
         row_bytes = 4 * runner.vocab_size * query_len
         self._num_drawn = min(most, max(MAX_LOGITS_BYTES // row_bytes, 1))
-        self._drawn_logits = torch.zeros(self._num_drawn * query_len, runner.vocab_size, device=device)
         self._tokens = torch.zeros(most, query_len, dtype=torch.int64, device=device)
         self._num_sampled = torch.zeros(most, dtype=torch.int32, device=device)
         self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
@@ -214,7 +213,8 @@ class DraftSteps(WholeSteps):
         slot_of_logit = slots[:, None].expand(-1, query_len).flatten()
         of, rejection = self._parameters, self._runner.rejection_sampler
         if kind == "drawn":
-            logits = self._drawn_logits[: len(logits)].copy_(logits)
+            # In memory of the graphs, which the KV cache has left room for.
+            logits = logits.to(torch.float32, copy=True)
             apply_temperature(logits, slot_of_logit, of["temperature"])
             apply_min_p(logits, slot_of_logit, of["min_p"])
         tokens, num_sampled = rejection_sample(
