@@ -214,7 +214,9 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     if speculative is None:
         return None
     reasons = {
-        "drafts other than n-grams": speculative.method not in NGRAM_METHODS,
+        # Those with a cache need room behind a step's tokens, too.
+        "drafts other than n-grams": speculative.method not in NGRAM_METHODS
+        or vllm_config.num_lookahead_tokens > 0,
         # It drops drafts from a step, in the scheduler's own output.
         "drafts with model runner V1": not vllm_config.use_v2_model_runner,
         "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,
