@@ -227,7 +227,7 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
         {"temperature": 0.0, "min_tokens": 3},
-        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 1.2},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
         {"temperature": 0.8, "logprobs": 3},
         {"temperature": 0.0, "n": 3} | {"temperature": 0.7},
@@ -343,7 +343,7 @@ def params_beside_drafts(num_requests: int, *, is_plain: bool) -> list[SamplingP
         {"temperature": 0.0},
         {"temperature": 0.9},
         {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
-        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 1.2},
         {"temperature": 0.0},
         {"temperature": 0.1},
         {"temperature": 0.0, "n": 3} | {"temperature": 0.3},
@@ -430,7 +430,9 @@ def test_synthetic_acceptance_is_vllms(
             now = draft_counts(llm)
             accepted.append((now[1] - drafted[1]) / (now[0] - drafted[0]))
             assert (STEPS.rose > before) == (wanted is not is_never), STEPS
-    assert answers[1:] == answers[:1] * 2 and accepted[1:] == accepted[:1] * 2
+    for others in answers[1:]:
+        assert [index for index, said_so in enumerate(answers[0]) if said_so != others[index]] == []
+    assert accepted[1:] == accepted[:1] * 2
     assert 0.65 < accepted[0] < 0.85
 
 
@@ -679,7 +681,7 @@ def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams
     plain: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
-        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 1.2},
         {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
         {"temperature": 0.7, "n": 3},
         {"temperature": 0.0, "stop": ["e", "th"], "ignore_eos": False},

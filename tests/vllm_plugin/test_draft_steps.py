@@ -254,7 +254,7 @@ def test_more_requests_than_logits_have_room(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_drawn", [1, 3])
 def test_random_draws_are_verified_in_parts(monkeypatch: pytest.MonkeyPatch, num_drawn: int) -> None:
-    """Of as many requests as have room; temperature and min-p come before, on a copy in float32."""
+    """Of as many requests as have room; temperature comes before, on a copy in float32."""
     runner = DraftRunner(2)
     monkeypatch.setattr(draft_steps, "MAX_LOGITS_BYTES", 4 * VOCAB_SIZE * 3 * num_drawn)
     steps, requests = DraftSteps(runner), DraftRequests(runner, 0.7, 1)
@@ -266,20 +266,19 @@ def test_random_draws_are_verified_in_parts(monkeypatch: pytest.MonkeyPatch, num
         changed.append((len(logits), slots.tolist()))
         assert logits.dtype is torch.float32 and len(values) == MAX_REQS + 1
 
-    from vllm.v1.worker.gpu.sample import gumbel, min_p
+    from vllm.v1.worker.gpu.sample import gumbel
 
     monkeypatch.setattr(gumbel, "apply_temperature", note)
-    monkeypatch.setattr(min_p, "apply_min_p", note)
     # Told to be random, and greedy by the stand-in's parameters.
     temperatures = runner.sampler.sampling_states.temperature
     steps._temperatures = np.ones_like(temperatures.np)
     told = replay(steps, requests.step()).get_output().sampled_token_ids
     assert told == requests.expect(requests.running)
-    assert [count for count, _ in changed[::2]] == [3 * num_drawn] * (8 // num_drawn) + [
-        8 % num_drawn * 3
-    ] * (num_drawn == 3)
+    assert [count for count, _ in changed] == [3 * num_drawn] * (8 // num_drawn) + [8 % num_drawn * 3] * (
+        num_drawn == 3
+    )
     real = [runner.req_states.req_id_to_index[each] for each in requests.running]
-    assert [slot for _, slots in changed[::2] for slot in slots[::3]] == [*real, *[MAX_REQS] * 3]
+    assert [slot for _, slots in changed for slot in slots[::3]] == [*real, *[MAX_REQS] * 3]
 
 
 def test_both_kinds_of_steps_multiply_as_many_rows() -> None:

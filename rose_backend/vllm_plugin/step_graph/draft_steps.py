@@ -203,7 +203,6 @@ class DraftSteps(WholeSteps):
     def _verify(self, kind: str, logits: torch.Tensor, start: int, end: int) -> None:
         """Sample the tokens of some rows by vLLM's rejection sampler."""
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
-        from vllm.v1.worker.gpu.sample.min_p import apply_min_p
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
         num_rows, query_len = end - start, self._query_len
@@ -216,7 +215,6 @@ class DraftSteps(WholeSteps):
             # In memory of the graphs, which the KV cache has left room for.
             logits = logits.to(torch.float32, copy=True)
             apply_temperature(logits, slot_of_logit, of["temperature"])
-            apply_min_p(logits, slot_of_logit, of["min_p"])
         tokens, num_sampled = rejection_sample(
             logits,
             None,
