@@ -50,6 +50,14 @@ _STREAMS = f"{_ONLINE} streams --backends rose rose-in-vllm vllm --dtype bfloat1
 _POISSON = "--requests 512 --seconds 3 --repeats 3"
 _TWO_RANKS = '{"data_parallel_size":2,"enable_expert_parallel":true}'
 _SHARED_PREFIXES = f"{_ONLINE} poisson --sets shared-prefix --loads 0.25 0.5 0.75 1.0 {_POISSON}"
+_NGRAM = (
+    '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"ngram","num_speculative_tokens":3,'
+    '"prompt_lookup_max":3,"rejection_sample_method":"synthetic","synthetic_acceptance_rates":[0.81,0.656,0.531]}}'
+)
+_EAGLE3 = (
+    '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"eagle3","model":"eagle3-head",'
+    '"num_speculative_tokens":3,"rejection_sample_method":"synthetic","synthetic_acceptance_length":2.7}}'
+)
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
     "kv_cow_clone_float16": ("benchmarks.kv_cow_clone --device cuda --dtype float16", ()),
@@ -120,6 +128,15 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
     ),
+    **{
+        f"vllm_{name}_qwen3": (
+            f"{_OFFLINE} --shape qwen3-0.6b --dtype bfloat16 --backends rose-in-vllm vllm --scenes decode "
+            "--batches 1 32 256 --cases greedy --compare-drafts --kv-cache-tokens 98304 "
+            f"--engine-options 'rose-in-vllm={options}' --engine-options 'vllm={options}'",
+            _INSIDE_VLLM,
+        )
+        for name, options in (("ngram", _NGRAM), ("eagle3", _EAGLE3))
+    },
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),
