@@ -31,7 +31,7 @@ LOOKUP_METHODS = (*NGRAM_METHODS, "suffix")
 """Methods of speculative decoding that look drafts up in earlier tokens."""
 
 EAGLE_METHODS = ("eagle", "eagle3")
-"""Methods whose drafter is a few layers over the model's hidden states, with K/V of their own in the same blocks."""
+"""Methods whose drafter is a few layers that read the model's hidden states; their K/V is in the same blocks."""
 
 OTHER_DRAFTER = "a drafter with a model other than an EAGLE head"
 """Reason why a part is inactive beside other methods."""
@@ -214,7 +214,7 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     if speculative is None:
         return None
     reasons = {
-        # Those with a cache need room behind a step's tokens, too.
+        # A drafter with its own K/V cache also needs blocks for the tokens after a step's own.
         "drafts other than n-grams": speculative.method not in NGRAM_METHODS
         or vllm_config.num_lookahead_tokens > 0,
         # It drops drafts from a step, in the scheduler's own output.

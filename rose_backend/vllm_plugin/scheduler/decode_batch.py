@@ -501,9 +501,9 @@ class DecodeBatch:
         return DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, num_more)
 
     def drafts_of_next_step(self) -> dict[str, list[int]]:
-        """Return what stands for each request's drafts, which the workers have, in the next step's scheduler output.
+        """Return placeholders for each request's drafts, which the workers have, in the next step's scheduler output.
 
-        Beside grammars vLLM's engine core puts drafts themselves in their places, of one step.
+        With grammars, vLLM's engine core replaces the placeholders of one step with the drafts themselves.
         """
         return self._drafts.copy()
 

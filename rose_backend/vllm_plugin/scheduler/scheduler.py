@@ -550,7 +550,7 @@ def observe_drafts(stats: SpecDecodingStats, counts: list[int]) -> None:
     stats.num_drafts += num_requests
     stats.num_draft_tokens += num_requests * num_drafts
     stats.num_accepted_tokens += sum(counts) - num_requests
-    # Of how many requests so many drafts or more were accepted.
+    # For each number of tokens, how many requests got at least that many.
     num_reached = np.bincount(counts, minlength=num_drafts + 2)[::-1].cumsum()[::-1].tolist()
     for position in range(num_drafts):
         stats.num_accepted_tokens_per_pos[position] += num_reached[position + 2]
