@@ -72,6 +72,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
 ]
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -871,7 +872,9 @@ class ResponsesRequest(SamplingRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Included], Field(max_length=MAX_METADATA)] | None = None
-    """What answers may have besides; none of it is ever there, as in vLLM."""
+    """What answers may have besides. Log-probabilities of the text; nothing else is ever there, as in vLLM."""
+    top_logprobs: Int | None = in_range("logprobs")
+    """Alternatives to each token of the text; ignored, as in vLLM, where ``include`` asks for no log-probabilities."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto cuts an input that is longer than the window on the left."""
     metadata: (
@@ -890,7 +893,6 @@ class ResponsesRequest(SamplingRequest):
         **NOT_SUPPORTED,
         "background": (None, False),
         "enable_response_messages": (None, False),
-        "top_logprobs": (None, 0),
         **dict.fromkeys(
             (
                 *("previous_response_id", "conversation", "prompt", "context_management"),
@@ -909,6 +911,11 @@ class ResponsesRequest(SamplingRequest):
     }
     """Field of chats -> the one here that it is made of."""
 
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ())
+
     def chat_request(self) -> ChatCompletionRequest:
         """Return the chat that asks for the same.
 
@@ -923,6 +930,8 @@ class ResponsesRequest(SamplingRequest):
             _add_message(messages, item.message())
         shared = SamplingRequest.model_fields.keys() | {"chat_template_kwargs", "include_reasoning"}
         fields = {name: getattr(self, name) for name in self.model_fields_set & shared}
+        if self.returns_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
             fields |= {"tools": [tool.nested() for tool in self.tools], "tool_choice": self.tool_choice}
             if isinstance(self.tool_choice, FlatToolChoice):
@@ -967,6 +976,7 @@ class ResponsesRequest(SamplingRequest):
             "text": self.text and self.text.model_dump(by_alias=True, exclude_unset=True),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_logprobs": (self.top_logprobs or 0) if self.returns_logprobs else None,
             "truncation": self.truncation or "disabled",
         }
 
@@ -1560,8 +1570,9 @@ class OutputTextPart(Exact):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
-    logprobs: list[None]
-    """Both are always empty."""
+    """Always empty."""
+    logprobs: list[TokenLogprob]
+    """Empty unless ``include`` asks for them."""
 
 
 class OutputMessage(Exact):

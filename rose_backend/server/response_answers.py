@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.server.answer_parsers import AnswerParser, Part, PlainParser, ReasoningParser
-from rose_backend.server.answers import AnswerOptions, ChatAnswer, Usage, compact_json, pieces, quoted_text
+from rose_backend.server.answers import (
+    AnswerOptions,
+    ChatAnswer,
+    JsonLists,
+    Usage,
+    compact_json,
+    pieces,
+    quoted_text,
+)
 from rose_backend.server.error_answers import ApiError
 
 _EVENT_END = "}\n\n"
@@ -25,18 +33,21 @@ class _Kind(NamedTuple):
     event: str
     """Name of the events with their text, and type of the part that holds it."""
     part_end: str = ""
-    """Fields of this part after the text."""
-    event_end: str = ""
-    """Fields of these events after the text."""
+    """Fields of this part after the text, and before log-probabilities."""
+    has_logprobs: bool = False
+    """This part and these events have a field for log-probabilities."""
+
+    def logprobs(self, lists: Iterable[str]) -> Iterator[str]:
+        """Yield the field for log-probabilities: ``lists``, the insides of lists in JSON."""
+        if self.has_logprobs:
+            yield ',"logprobs":['
+            for number, each in enumerate(lists):
+                yield f",{each}" if number else each
+            yield "]"
 
 
-_NO_LOGPROBS = ',"logprobs":[]'
 _MESSAGE = _Kind(
-    "msg",
-    '"type":"message","role":"assistant"',
-    "output_text",
-    f',"annotations":[]{_NO_LOGPROBS}',
-    _NO_LOGPROBS,
+    "msg", '"type":"message","role":"assistant"', "output_text", ',"annotations":[]', has_logprobs=True
 )
 _REASONING = _Kind("rs", '"type":"reasoning","summary":[]', "reasoning_text")
 _CALL = _Kind("fc", '"type":"function_call"', "function_call_arguments")
@@ -66,6 +77,8 @@ class _Item:
         else:
             self.place += ',"content_index":0'
         self.texts: list[str] = []
+        self.logprobs: list[str] = []
+        """Of the text's tokens: insides of lists in JSON."""
 
     def json(self, status: str, *, is_empty: bool = False) -> Iterator[str]:
         """Yield the item as JSON, without its text if ``is_empty``."""
@@ -84,13 +97,15 @@ class _Item:
         """Yield the part of a message or of reasoning as JSON."""
         yield f'{{"type":"{self.kind.event}","text":'
         yield from self._text(is_empty)
-        yield f"{self.kind.part_end}}}"
+        yield self.kind.part_end
+        yield from self.kind.logprobs(() if is_empty else self.logprobs)
+        yield "}"
 
     def done(self) -> Iterator[str]:
         """Yield the fields of the event with the whole text."""
         yield f'{self.place}{self._name},"{"arguments" if self.kind is _CALL else "text"}":'
         yield from self._text()
-        yield self.kind.event_end
+        yield from self.kind.logprobs(self.logprobs)
 
     def _text(self, is_empty: bool = False) -> Iterator[str]:
         return quoted_text("" if is_empty else "".join(self.texts))
@@ -128,15 +143,23 @@ class ResponseAnswer(ChatAnswer):
         self._num_reasoning_tokens = 0
         self._num_events = 0
         self._items: list[_Item] = []
+        # Log-probabilities of tokens whose text is still to come, of earlier outputs and of the last one: insides of
+        # lists in JSON.
+        self._held: list[str] = []
+        self._new: list[str] = []
         self._reason: str | None = None
 
     def keep(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         """Add what is new to the whole answer; yields after each piece of work."""
+        yield from self._read_logprobs(output.outputs[0])
         for part in self._new_parts(output.outputs[0]):
             if isinstance(part, Part):
                 self._take(part)
+                self._take_logprobs(self._items[-1])
             else:
                 yield part
+        if output.finished and self._items:
+            self._take_logprobs(self._items[-1])
 
     def body(self, usage: Usage) -> Iterator[bytes]:
         """Yield the whole answer as JSON, in pieces."""
@@ -146,6 +169,7 @@ class ResponseAnswer(ChatAnswer):
         if not self._num_events:
             for kind in ("created", "in_progress"):
                 yield from self._event(kind, '"response":', self._response("in_progress"))
+        yield from self._read_logprobs(output.outputs[0])
         for part in self._new_parts(output.outputs[0]):
             if isinstance(part, Part):
                 yield from self._part_events(part)
@@ -153,6 +177,7 @@ class ResponseAnswer(ChatAnswer):
                 yield part
         if output.finished:
             if self._items:
+                self._take_logprobs(self._items[-1])
                 yield from self._closing(self._items[-1], self._status)
             yield from self._event(self._status, '"response":', self._response(self._status))
 
@@ -179,11 +204,29 @@ class ResponseAnswer(ChatAnswer):
         self._reason = completion.finish_reason
         return super()._new_parts(completion)
 
+    def _read_logprobs(self, completion: CompletionOutput) -> Iterator[str]:
+        """Make JSON of the log-probabilities of new tokens, if there are any; yields after each piece of work."""
+        if completion.logprobs:
+            lists: JsonLists = {}
+            yield from self._format(0, completion.logprobs, lists)
+            self._held, self._new = self._held + self._new, lists["content"]
+
+    def _take_logprobs(self, item: _Item) -> list[str]:
+        """Give an item the log-probabilities of its new text, and return them; reasoning and calls have none."""
+        new, self._held, self._new = self._held + self._new, [], []
+        if not item.kind.has_logprobs:
+            return []
+        item.logprobs += new
+        return new
+
     def _take(self, part: Part) -> bool:
         """Add a part to the last item, or begin an item with it; return whether it did."""
         last = self._items[-1] if self._items else None
         begins = last is None or (last.kind, last.call) != (_KINDS[part.kind], part.call)
         if begins:
+            if last is not None:
+                # What came between two items, such as the mark that ends reasoning, is not of the text.
+                self._held = []
             self._items.append(_Item(part, len(self._items), self._make_call_id))
         if part.kind != "name":
             self._items[-1].texts.append(part.text)
@@ -201,9 +244,9 @@ class ResponseAnswer(ChatAnswer):
                 empty = item.part(is_empty=True)
                 yield from self._event("content_part.added", f'{item.place},"part":', empty)
         if part.kind != "name":
-            kind = item.kind
-            fields = f'{item.place},"delta":{_quoted(part.text)}{kind.event_end}'
-            yield from self._event(f"{kind.event}.delta", fields)
+            kind, new = item.kind, self._take_logprobs(item)
+            fields = f'{item.place},"delta":{_quoted(part.text)}'
+            yield from self._event(f"{kind.event}.delta", fields, kind.logprobs(new))
 
     def _closing(self, item: _Item, status: str) -> Iterator[str]:
         """Yield the events that end an item."""

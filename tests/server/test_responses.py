@@ -14,7 +14,7 @@ from openai.types.responses import Response
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.errors import GenerationError
 from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER
 from rose_backend.server.answers import AnswerOptions
@@ -131,6 +131,12 @@ def check_stream(server: LiveServer, **fields: Any) -> dict[str, Any]:
         assert "".join(event["delta"] for event in own if "delta" in event) == text
         assert own[len(starts) + len(deltas)]["arguments" if is_call else "text"] == text
         assert own[0]["item"]["id"] == item["id"] and own[0]["item"]["status"] == "in_progress"
+        if item["type"] == "message":
+            logprobs = item["content"][0]["logprobs"]
+            streamed = [each for event in own if "delta" in event for each in event["logprobs"]]
+            # Tokens that end the answer have no text.
+            assert logprobs[: len(streamed)] == streamed and bool(streamed) == bool(logprobs)
+            assert own[len(starts) + len(deltas)]["logprobs"] == logprobs
     if last["status"] == "completed":
         asked = {**ASKED, **fields}
         with server.openai.responses.stream(
@@ -161,6 +167,49 @@ def test_an_answer_is_that_of_a_chat(server: LiveServer) -> None:
     assert (response.object, response.model, response.tool_choice) == ("response", MODEL, "auto")
     for fields in ({}, {"stop": response.output_text[10:14]}, {"input": HISTORY[:2]}):
         check_stream(server, **fields)
+
+
+def rounded(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what does not depend on how much of a prompt is cached."""
+    return [
+        {**each, "logprob": round(each["logprob"], 3), "top_logprobs": rounded(each.get("top_logprobs", []))}
+        for each in logprobs
+    ]
+
+
+def test_log_probabilities_of_the_text_are_those_of_a_chat(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Where?"}], "temperature": 0, "max_tokens": 12}
+    chat = server.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 2}).json()
+    include = ["message.output_text.logprobs"]
+    response = check_stream(server, include=include, top_logprobs=2)
+    logprobs = response["output"][0]["content"][0]["logprobs"]
+    assert rounded(logprobs) == rounded(chat["choices"][0]["logprobs"]["content"]) and len(logprobs) == 12
+    assert response["top_logprobs"] == 2
+    # With the tokens of a stop string, which have no text.
+    asked = {"stop": response["output"][0]["content"][0]["text"][10:14], "top_logprobs": 1}
+    chat = server.post("/v1/chat/completions", {**body, "logprobs": True, **asked}).json()
+    response = check_stream(server, include=include, **asked)
+    logprobs = response["output"][0]["content"][0]["logprobs"]
+    assert rounded(logprobs) == rounded(chat["choices"][0]["logprobs"]["content"])
+    own = check_stream(server, include=include)
+    assert [each["top_logprobs"] for each in own["output"][0]["content"][0]["logprobs"]] == [[]] * 12
+    # As in vLLM, the number alone asks for nothing.
+    for fields in ({}, {"top_logprobs": 2}):
+        response = check_stream(server, **fields)
+        assert response["output"][0]["content"][0]["logprobs"] == [] and response["top_logprobs"] is None
+    # Clients send items back as they came.
+    create(server, input=[{"role": "user", "content": "Where?"}, *own["output"]])
+
+
+def test_log_probabilities_of_reasoning_and_calls_are_left_out(
+    reasoning_server: LiveServer, script: Script
+) -> None:
+    script.text, script.step = "Hmm.</think>Here it is." + CALL, 4
+    response = check_stream(reasoning_server, tools=TOOLS, include=["message.output_text.logprobs"])
+    kinds = [item["type"] for item in response["output"]]
+    assert kinds == ["reasoning", "message", "function_call"]
+    logprobs = response["output"][1]["content"][0]["logprobs"]
+    assert [each["logprob"] for each in logprobs] == [-12, -16, -20]
 
 
 def test_an_answer_that_a_stop_string_ends_is_complete(server: LiveServer) -> None:
@@ -383,8 +432,9 @@ def deep(levels: int) -> Any:
         ({"conversation": {"id": "c"}}, "conversation", "which is not supported; allowed is null"),
         ({"background": True}, "background", "which is not supported; allowed is null or False"),
         ({"prompt": {"id": "p"}}, "prompt", "which is not supported"),
-        ({"top_logprobs": 5}, "top_logprobs", "which is not supported; allowed is null or 0"),
-        ({"include": ["message.output_text.logprobs"]}, "include.0", "got 'message.output_text.logprobs'"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": "5"}, "top_logprobs", "valid integer"),
+        ({"include": ["message.output_text"]}, "include.0", "got 'message.output_text'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"max_output_tokens": True}, "max_output_tokens", "valid integer"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "the model's window"),
@@ -488,8 +538,11 @@ def test_long_answers_are_written_in_pieces(streams: bool) -> None:
         end_of_reasoning=None,
         parser=MAKE_TOOL_CALL_PARSER["mistral"],
         token_bytes=lambda _: b"",
+        num_top_logprobs=20,
     )
-    output = RequestOutput("1", None, [1], [CompletionOutput(0, text, [7], finish_reason="stop")], True)
+    position = {token_id: Logprob(-1.0, token_id + 1, "x" * 64) for token_id in range(21)}
+    completion = CompletionOutput(0, text, [7], logprobs=[position] * 2000, finish_reason="stop")
+    output = RequestOutput("1", None, [1], [completion], True)
     if streams:
         pieces = list(answer.events(0, output))
     else:
@@ -500,3 +553,4 @@ def test_long_answers_are_written_in_pieces(streams: bool) -> None:
     whole = b"".join(pieces)
     body = json.loads(whole.split(b"data: ")[-1])["response"] if streams else json.loads(whole)
     assert len(body["output"]) == 5001 and body["output"][0]["content"][0]["text"] == "x" * (1 << 18)
+    assert len(body["output"][0]["content"][0]["logprobs"]) == 2000

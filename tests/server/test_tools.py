@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.request import ProcessedInput
 from rose_backend.errors import ConfigError
 from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER
@@ -50,8 +50,11 @@ class Script:
             is_last = first + self.step >= len(self.text)
             reason: Any = self.reason if is_last else None
             piece = self.text[first : first + self.step]
+            # So that each is known by where its text begins.
+            logprobs = None if prompt.params.logprobs is None else [{7: Logprob(-float(first), 1, piece)}]
             outputs = [
-                CompletionOutput(index, piece, [7], finish_reason=reason) for index in range(prompt.params.n)
+                CompletionOutput(index, piece, [7], logprobs=logprobs, finish_reason=reason)
+                for index in range(prompt.params.n)
             ]
             yield RequestOutput(str(request_id), None, prompt.token_ids.tolist(), outputs, is_last)
 
