@@ -141,8 +141,8 @@ class PluginConfig(Switches):
     """Decodes of a step, 256 at most, up to which Rose's kernels multiply float8 weights by activations in 16 bits.
     vLLM's own products, whose activations are in 8 bits, take more decodes, and prompts; 0: all. None takes what was
     measured: 32; but with scales of rows or matrices, other than in bfloat16 on capability 9.0, vLLM's layers. Of int4
-    weights tokens of a step, prompts included; more are a library's products, in 16 bits. None takes 256, where no step
-    has more than 128 decodes, and vLLM's layers elsewhere."""
+    weights tokens of a step, prompts included; more are a library's products, in 16 bits. None is 256 where
+    ``--max-num-seqs``, times one more than the drafts of a request, is at most 128; elsewhere vLLM's layers stay."""
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
     of the same name."""

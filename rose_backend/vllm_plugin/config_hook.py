@@ -58,8 +58,12 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             forget_compilation_mode(self)
-            _keep_scheduling_asynchronous(self)
+            is_renamed = _rename_ngram(self)
             original(self, *args, **kwargs)
+            if is_renamed and self.scheduler_config.async_scheduling:
+                log_once(
+                    "Rose runs drafts of method ngram as ngram_gpu: the same lookup, with asynchronous scheduling"
+                )
             check_supported(self, switches)
             if leaves_graphs:
                 choose_mixed_graphs(self)
@@ -111,22 +115,22 @@ def _switch_off_vllm_parts(vllm_config: VllmConfig, switches: PluginConfig) -> N
             )
 
 
-def _keep_scheduling_asynchronous(vllm_config: VllmConfig) -> None:
-    """Give n-gram drafts the name beside which vLLM 0.32, too, schedules a step while the one before is computed.
+def _rename_ngram(vllm_config: VllmConfig) -> bool:
+    """Rename method ``ngram`` to ``ngram_gpu``, and return whether it was: vLLM 0.32 schedules asynchronously only with
+    the latter.
 
     Model runner V2 has one lookup for both names; V1 has one for each.
     """
     speculative = vllm_config.speculative_config
-    if (
+    is_renamed = (
         speculative is not None
         and speculative.method == "ngram"
-        and vllm_config.scheduler_config.async_scheduling is None
-        and vllm_config.use_v2_model_runner
-    ):
+        and vllm_config.scheduler_config.async_scheduling is not False
+        and bool(vllm_config.use_v2_model_runner)
+    )
+    if is_renamed:
         speculative.method = speculative.model = "ngram_gpu"
-        log_once(
-            "Rose runs drafts of method ngram as ngram_gpu: the same lookup, with asynchronous scheduling"
-        )
+    return is_renamed
 
 
 def _choose_scheduler(vllm_config: VllmConfig) -> None:
@@ -172,7 +176,10 @@ def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: Mode
     attention = "separate K/V write"
     if options.appends_in_attention(vllm_config):
         attention = "stores K/V itself"
-        if vllm_config.num_lookahead_tokens:
+        drafts = vllm_config.speculative_config
+        if vllm_config.num_lookahead_tokens and (
+            drafts.attention_backend is None or is_rose(drafts.attention_backend)
+        ):
             attention += ", separate K/V write in the drafter's layers"
     if uses_flash_attention(vllm_config):
         attention += f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"

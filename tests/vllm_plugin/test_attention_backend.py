@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,25 @@ def test_a_drafters_next_step_has_the_lengths_of_then(configs: dict[bool, Any]) 
     step.query, step.key, step.value = (torch.randn_like(each) for each in (step.query, step.key, step.value))
     builder.update_draft_decode_metadata(metadata)
     step.check(attend(drafter, step, metadata))
+
+
+def test_a_drafters_next_step_may_have_several_tokens_in_a_row(configs: dict[bool, Any]) -> None:
+    metadata: Any = SimpleNamespace(
+        max_decode_query_len=3,
+        query_start_loc=torch.tensor([0, 3, 6, 6]),
+        seq_lens=torch.tensor([10, 21, 0]),
+        decode_computed_tokens=torch.full((3,), -7),
+        steps={True: None},
+    )
+    make_builder(configs[True]).update_draft_decode_metadata(metadata)
+    assert metadata.decode_computed_tokens.tolist() == [7, 18, 0] and not metadata.steps
+
+
+def test_a_part_of_a_model_under_a_tag_of_its_own_is_no_drafter(configs: dict[bool, Any]) -> None:
+    for tag, is_drafter in (("eagle_head", True), ("draft_model", True), ("self_decoder", False)):
+        with set_model_tag(tag):
+            layer = make_layer(configs[True])
+        assert (layer.is_drafter, layer.appends_in_attention) == (is_drafter, not is_drafter)
 
 
 def test_profiling_without_a_cache_returns_zeros(configs: dict[bool, Any]) -> None:

@@ -190,6 +190,10 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
         ({"attention_backend": AttentionBackendEnum.FLASH_ATTN}, "another attention backend for the drafter"),
         ({"attention_backend": AttentionBackendEnum.CUSTOM}, "another attention backend for the drafter"),
         ({"enable_adaptive_verification": True}, "enable_adaptive_verification"),
+        (
+            {"num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 256, 1]]},
+            "num_speculative_tokens_per_batch_size",
+        ),
         ({"draft_model_config": SimpleNamespace(architecture="Eagle3LlamaForCausalLM")}, None),
         (
             {"draft_model_config": SimpleNamespace(architecture="EagleMistralLarge3ForCausalLM")},
@@ -312,6 +316,13 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
                 assert found.num_tokens < min(size for size in sizes if size >= num_tokens) + query_len
     # Without drafts a step is a mixed one.
     assert manager.dispatch(8, 8, 1, num_adapters, 1).uniform_token_count is None
+
+
+def test_rows_with_more_drafts_than_decode_attention_takes_have_no_graphs_of_their_own(on_gpu: OnGpu) -> None:
+    config = on_gpu([1, 2, 4, 8, 16, 32], max_num_seqs=20, speculative_config=n_grams(8))
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    captured = Manager(config, CUDAGraphMode.FULL, 20, 9)._capture_descs[CUDAGraphMode.FULL]
+    assert len(captured) == 6 and {desc.uniform_token_count for desc in captured} == {None}
 
 
 def test_graphs_in_pieces_are_left_alone(on_gpu: OnGpu) -> None:

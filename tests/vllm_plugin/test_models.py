@@ -619,12 +619,15 @@ def test_other_int4_weights_have_vllms_layers(
         ({"kernel_config": {"linear_backend": "marlin"}}, "this linear backend"),
         ({"enable_lora": True}, None),
         ({"additional_config": {"rose": {"max_quantized_rows": 0}}}, None),
-        ({"max_num_seqs": 129}, "int4 weights with many requests at once, without max_quantized_rows"),
+        (
+            {"max_num_seqs": 129},
+            "int4 weights with a large --max-num-seqs, without max_quantized_rows",
+        ),
         ({"max_num_seqs": 129, "additional_config": {"rose": {"max_quantized_rows": 256}}}, None),
         ({"max_num_seqs": 32, "speculative_config": n_grams(3)}, None),
         (
             {"max_num_seqs": 33, "speculative_config": n_grams(3)},
-            "int4 weights with many requests at once, without max_quantized_rows",
+            "int4 weights with a large --max-num-seqs, without max_quantized_rows",
         ),
     ],
     ids=str,

@@ -109,7 +109,7 @@ def choose_int4_config(
 
 
 _INT4_ROWS = 32
-"""Of the smallest tile of products with more rows."""
+"""Rows of the smallest tile used where a product has more rows than that."""
 
 
 def int4_kind(num_rows: int) -> Hashable:

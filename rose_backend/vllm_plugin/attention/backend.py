@@ -25,8 +25,15 @@ from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
 MAX_HEAD_SIZE = 512
-_MODEL_TAG = "backbone"
-"""What vLLM calls all that it builds of a model; while it builds a drafter it says another name."""
+_DRAFTER_TAGS = {
+    "eagle_head",
+    "draft_model",
+    "dflash_head",
+    "dspark_head",
+    "medusa_head",
+    "extract_hidden_states",
+}
+"""What ``model_tag`` is while vLLM builds a drafter. It is set for parts of some models, too."""
 _workspaces: WeakValueDictionary[int, Workspace] = WeakValueDictionary()
 """Of each engine in this process, by the ``id`` of its configuration: vLLM copies that field by field, and fails on an
 attribute that is none. An engine's layers keep both."""
@@ -157,7 +164,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         vllm_config = get_current_vllm_config()
         self.workspace = _workspaces.setdefault(id(vllm_config), Workspace())
         """Of the engine: all its layers launch on one stream, in turn."""
-        self.is_drafter = backends.model_tag != _MODEL_TAG
+        self.is_drafter = backends.model_tag in _DRAFTER_TAGS
         # A drafter passes tokens that must not be stored (slot -1), which only the separate write leaves out.
         self.appends_in_attention = not self.is_drafter and options.appends_in_attention(vllm_config)
         self.has_connector_in_layers = options.has_connector_in_layers(vllm_config)

@@ -38,7 +38,7 @@ _USUAL_PREFILL_LEN = 256
 @dataclass(slots=True)
 class RoseAttentionMetadata:
     """One step. Rows are requests, decodes first. A row with negative computed tokens is skipped: padding, or a row of
-    the other kind. So is one without tokens, where rows may have several.
+    the other kind. A row without query tokens is skipped, too, if ``max_decode_query_len`` is above 1.
 
     A graph captured with it is replayed for other steps, so tensors that kernels read keep their addresses. In a graph
     of mixed steps decode and prefill attention both go through all rows, and each finds its own when the graph runs.
@@ -248,8 +248,10 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         )
 
     def update_draft_decode_metadata(self, metadata: RoseAttentionMetadata) -> None:
-        """Take the lengths that a drafter's step, of one token in each row, has now. A graph may contain this."""
-        torch.sub(metadata.seq_lens, 1, out=metadata.decode_computed_tokens)
+        """Take the lengths that a drafter's step has now, of the same tokens in each row. A graph may contain this."""
+        starts = metadata.query_start_loc
+        query_lens = 1 if metadata.max_decode_query_len == 1 else starts[1:] - starts[:-1]
+        torch.sub(metadata.seq_lens, query_lens, out=metadata.decode_computed_tokens)
         # What layers share was planned for other lengths.
         metadata.steps.clear()
 
@@ -258,7 +260,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
     ) -> torch.Tensor:
         """Return [2, R], of decodes and of prefills, negative where a row is of the other kind.
 
-        vLLM pads rows with length 0; a kernel would take that for a request whose first token is due.
+        vLLM pads rows with length 0; a kernel would take that for a request whose first token is due, unless the row
+        has no query tokens.
         """
         seq_lens = common.seq_lens
         num_rows = seq_lens.shape[0]
@@ -273,7 +276,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             return computed_tokens
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         if decodes_only:
-            # Rows of padding have no tokens, which says the same.
+            # Padding rows get 0, not -1: kernels skip them because they have no query tokens.
             torch.sub(seq_lens, query_lens, out=computed_tokens[0])
             return computed_tokens
         self._has_prefills = True

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
+from rose_backend.kernels.attention.ops import MAX_QUERY_LEN
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
@@ -65,7 +66,7 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
 def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
     """Return why graphs of any mix cannot be captured beside the drafter of this configuration; None if they can.
 
-    vLLM captures an EAGLE head's first pass over a step as it captures the step.
+    vLLM captures the head's first forward pass with the same batch sizes and graph mode as the model's step.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not has_eagle_head(vllm_config):
@@ -75,6 +76,7 @@ def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
         "another attention backend for the drafter": backend is not None and not is_rose(backend),
         # Not tried.
         "enable_adaptive_verification": speculative.enable_adaptive_verification,
+        "num_speculative_tokens_per_batch_size": bool(speculative.num_speculative_tokens_per_batch_size),
         # Features of images would have to be in the drafter's buffer before a replay.
         "an EAGLE head beside images": vllm_config.model_config.is_multimodal_model,
         f"{unaudited} is not among the audited models": unaudited is not None,
@@ -148,12 +150,15 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
 def add_decode_graphs(manager: Any) -> None:
     """Capture graphs for decode-only steps, too, and prefer them: they need no prefill attention.
 
-    All rows of such a step have a token and, beside drafts, as many drafts as are asked for.
+    All rows of such a step have a token and, beside drafts, as many drafts as are asked for. There are none where these
+    are more than decode attention takes: such rows are prompts to attention.
 
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
     """
     query_len, mixed = manager.decode_query_len, manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    if query_len > MAX_QUERY_LEN:
+        return
     largest = max((desc.num_tokens for desc in mixed), default=0)
     most = min(manager.max_num_reqs, largest // query_len)
     decodes = {}

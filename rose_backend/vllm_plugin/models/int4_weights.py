@@ -103,7 +103,7 @@ def why_int4_stays(vllm_config: VllmConfig, options: PluginConfig) -> str | None
     reasons = {
         "int4 weights without a CUDA device": not current_platform.is_cuda(),
         # Of many tokens vLLM's product is faster.
-        "int4 weights with many requests at once, without max_quantized_rows": most > max_tokens
+        "int4 weights with a large --max-num-seqs, without max_quantized_rows": most > max_tokens
         and options.max_quantized_rows is None,
         "VLLM_MARLIN_INPUT_DTYPE": envs.VLLM_MARLIN_INPUT_DTYPE is not None,
     }

@@ -104,7 +104,7 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
     builder = RoseAttentionMetadataBuilder(None, ["layer"], vllm_config, _META)
     query_len = builder.reorder_batch_threshold
     for num_tokens in row_counts(query_len):
-        # One row: with fewer drafts than are asked for.
+        # Also a single request with fewer drafts than configured.
         yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
     for num_rows in reversed(_row_counts(vllm_config, layer, query_len)):
         for each in sorted({1, query_len}):
@@ -117,12 +117,19 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
     halved = fewest_halved_rows(vllm_config.model_config.get_hidden_size(), _num_processors())
     if query_len < halved <= vllm_config.scheduler_config.max_num_batched_tokens:
         yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
-    if int4_scheme(vllm_config.quant_config) is not None:
+    if _has_int4_products(vllm_config, layer):
         most = max_int4_rows(rose_options(vllm_config))
         limit = min(most, vllm_config.scheduler_config.max_num_batched_tokens)
         for num_tokens in row_counts(limit, int4_kind):
             # Rose's kernel multiplies prompts of few tokens, too.
             yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
+
+
+def _has_int4_products(vllm_config: VllmConfig, layer: Any) -> bool:
+    """Whether Rose's layers multiply by int4 weights around ``layer``."""
+    architectures = vllm_config.model_config.hf_config.architectures or ()
+    is_roses = not set(DECODERS.values()).isdisjoint(architectures) and not layer.is_drafter
+    return is_roses and int4_scheme(vllm_config.quant_config) is not None
 
 
 def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int]:
@@ -140,7 +147,7 @@ def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int
         "num_processors": _num_processors(),
         "cache_dtype": torch.float8_e4m3fn if layer.has_float8_cache else dtype,
     }
-    is_int4 = int4_scheme(vllm_config.quant_config) is not None
+    is_int4 = _has_int4_products(vllm_config, layer)
     return row_counts(
         vllm_config.scheduler_config.max_num_seqs,
         lambda num_rows: (
