@@ -34,6 +34,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     RecordedDecoder,
     projections,
     recorded_step,
+    recorded_steps,
 )
 from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
@@ -307,6 +308,15 @@ def test_products_with_int4_weights_are_recorded(
     assert len(many) == 2
     assert {"*u8" in each.signature.values() for each in many} == {has_zeros}
     assert [bool(each) for each in recorded(dtype="float16", rows=0).values()] == [False, True]
+    # Without the option, so many requests leave vLLM's layers.
+    config = make_gpu_config(make_config, SIZES, model=str(path), max_num_seqs=129, dtype="bfloat16")
+    layer = make_layer(config)
+    launched = {each.name for each in sources_of(config, layer)}
+    assert launched.isdisjoint({"small_batch_linear_kernel", "_dequantize_int4_kernel"})
+    with record_launches(H200), on_cuda():
+        num_steps = len(list(recorded_steps(config, layer)))
+        config.model_config.hf_config.architectures = ["RoseQwen3ForCausalLM"]
+        assert len(list(recorded_steps(config, layer))) > num_steps
     # A rank's products are by both kernels, too.
     assert all(recorded(dtype="bfloat16", tensor_parallel_size=2).values())
 
