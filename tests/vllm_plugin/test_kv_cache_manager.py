@@ -543,6 +543,19 @@ def test_a_batch_that_blocks_are_short_for_changes_nothing(monkeypatch: pytest.M
     assert [len(rows) for rows in calls] == [2], "the first that asks still asks for all"
 
 
+def test_rows_that_only_lack_look_ahead_are_extended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager()
+    manager.running.tokens_per_decode, manager.running.num_lookahead_tokens = 1 + 2, 2
+    requests = full_requests(manager, 3)
+    for request in requests:
+        # Room for a token and two drafts, and for one of the two that look ahead.
+        request.num_computed_tokens = BLOCK_SIZE - 4
+    calls = note_rows(monkeypatch, manager, "reserve")
+    for request in requests:
+        assert len(manager.allocate_slots(request, 3, num_lookahead_tokens=2).get_block_ids()[0]) == 1
+    assert [len(rows) for rows in calls] == [3]
+
+
 def test_a_request_that_leaves_before_it_asks_gives_its_share_back() -> None:
     manager = make_manager()
     first, second = full_requests(manager, 2)

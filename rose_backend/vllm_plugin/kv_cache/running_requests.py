@@ -95,6 +95,8 @@ class RunningRequests:
     have passed can be released."""
     tokens_per_decode: int = 1
     """Tokens that a decode computes in a step; beside drafts, one and all of them."""
+    num_lookahead_tokens: int = 0
+    """Tokens beyond these for which vLLM asks for slots, where a drafter has K/V of its own."""
     row_of: dict[str, int] = field(default_factory=dict)
     """The row of each request, by its id."""
     requests: dict[int, Request] = field(default_factory=dict)
@@ -217,8 +219,12 @@ class RunningRequests:
         ]
 
     def _other_full_rows(self, row: int) -> list[int]:
-        """Return the other rows without room for a decode, which need their next block, too: one call serves all."""
-        capacity, num_reported, num_tokens = self.capacity, self.num_reported, self.tokens_per_decode
+        """Return the other rows without room for a decode and its look-ahead, which need their next block, too.
+
+        One call serves all.
+        """
+        capacity, num_reported = self.capacity, self.num_reported
+        num_tokens = self.tokens_per_decode + self.num_lookahead_tokens
         num_row_blocks = self._manager.num_row_blocks
         return [
             other

@@ -72,6 +72,7 @@ class BatchedScheduling(Scheduler):
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
         self.kv_cache_manager.running.tokens_per_decode = 1 + self.num_spec_tokens
+        self.kv_cache_manager.running.num_lookahead_tokens = self.num_lookahead_tokens
         self._batches_decode_steps = batches_decode_steps(vllm_config)
         # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
         self._tells_of_filled_blocks_only = offloads_whole_blocks(vllm_config)
