@@ -5,15 +5,19 @@ Workers check every cache slot that is read on either side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.conformance.block_manager.pretended_model import expected_output
+from rose_backend.scheduling import MAX_WAITING_LOOKED_AT
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
 from tests.support.vllm_plugin.configs import EVENTS, MakeConfig, connector
 from tests.support.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
@@ -500,6 +504,151 @@ def test_prompts_of_a_single_token_are_padded_beside_decodes_as_in_vllm(make_con
     while pair.is_busy:
         pair.step()
     assert pair.num_batched_steps > 20 and pair.num_split_steps > 0
+
+
+def note_padded(pair: Pair) -> list[str]:
+    """Return the requests that vLLM has padded with drafts as it admitted them, as they come."""
+    schedule, padded = pair.scheduler.schedule, list[str]()
+
+    def noting(*args: Any) -> Any:
+        output = schedule(*args)
+        new = {each.req_id for each in output.scheduled_new_reqs}
+        padded.extend(new & output.scheduled_spec_decode_tokens.keys())
+        return output
+
+    pair.scheduler.schedule = noting
+    return padded
+
+
+@pytest.mark.parametrize("num_decodes", [1, 3, 8])
+@pytest.mark.parametrize("place", [0, 4, 9, 30])
+def test_waiting_prompts_of_a_single_token_are_padded_as_in_vllm(
+    make_config: MakeConfig, place: int, num_decodes: int
+) -> None:
+    # Eight rows: some are free, or each has a decode and the prompt waits for its end.
+    pair = make_pair(make_config, "async", **drafting(), **{**ROOMY, "max_num_seqs": 8})
+    padded = note_padded(pair)
+    pair.add(
+        *(lambda i=i: make_request(f"r{i}", [i] * (20 + i), 50 + 7 * (i % 3)) for i in range(num_decodes))
+    )
+    for _ in range(6):
+        pair.step()
+    others = [lambda i=i: make_request(f"w{i}", [40 + i] * (10 + i % 7), 12 + i % 5) for i in range(30)]
+    pair.add(*others[:place], lambda: make_request("single", [7], 20), *others[place:])
+    while pair.is_busy:
+        pair.step()
+    assert len(pair.outputs["single"]) == 20
+    assert padded == ["single"]
+    assert pair.num_batched_steps > 5 and pair.num_split_steps > 10
+
+
+@pytest.mark.parametrize("depth", ["async", "async deep"])
+@pytest.mark.parametrize("num_blocks", [26, 120])
+def test_single_tokens_among_other_prompts_are_padded_as_in_vllm(
+    make_config: MakeConfig, num_blocks: int, depth: str
+) -> None:
+    # In the small pool prompts wait for blocks while rows are free.
+    pair = make_pair(make_config, depth, **drafting(), **{**ROOMY, "num_blocks": num_blocks})
+    padded, rng, num_added = note_padded(pair), random.Random(5), 0
+    while pair.is_busy or num_added < 160:
+        for _ in range(rng.choice([0, 0, 0, 0, 3, 12]) if num_added < 160 else 0):
+            prompt = [rng.randrange(90)] * rng.choice([1, 1, 5, 40, 90])
+            max_tokens, name = rng.randrange(1, 30), f"r{num_added}"
+            pair.add(lambda name=name, prompt=prompt, n=max_tokens: make_request(name, prompt, n))
+            num_added += 1
+        pair.step()
+    assert len(padded) > 20 and pair.num_split_steps > 50
+    assert pair.stock.num_preemptions > 0 or num_blocks > 26
+
+
+@pytest.mark.parametrize("what", ["blocked", "stale", "holding blocks"])
+def test_single_tokens_behind_what_is_passed_over_are_padded_as_in_vllm(
+    make_config: MakeConfig, what: str
+) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **{**ROOMY, "max_num_seqs": 8})
+    padded = note_padded(pair)
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 20, 90) for i in range(4)))
+    for _ in range(6):
+        pair.step()
+    pair.add(
+        *(lambda i=i: make_request(f"w{i}", [9, i], 3) for i in range(100)),
+        lambda: make_request("single", [7], 20),
+    )
+    for side in pair.sides:
+        *others, single = side.scheduler.waiting
+        if what == "holding blocks":
+            # As one that a connector has loaded whole: its last token is computed again.
+            side.scheduler.waiting.remove_request(single)
+            side.scheduler.kv_holding_waiting.add_request(single)
+            continue
+        for request in others:
+            if what == "blocked":
+                request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            else:
+                request.num_stale_output_tokens = 1
+    pair.step()
+    assert padded == ["single"] and pair.num_split_steps > 0
+
+
+def test_a_single_token_beside_a_prompt_that_waits_for_its_items_is_padded_as_in_vllm(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(make_config, "async", **drafting(), **{**ROOMY, "max_num_batched_tokens": 60})
+    padded = note_padded(pair)
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 10, 90) for i in range(4)))
+    for _ in range(6):
+        pair.step()
+    pair.add(lambda: make_request("long", [7] * 100, 20))
+    pair.step()
+    pair.add(lambda: make_request("single", [8], 20))
+    for side in pair.sides:
+        scheduler = side.scheduler
+        assert scheduler.running[-1].is_prefill_chunk
+        # As where the encoder has no room for another item.
+        scheduler._try_schedule_encoder_inputs = lambda *args, **options: ([], 0, args[3], [], [])
+    monkeypatch.setattr(Request, "has_encoder_inputs", property(lambda request: request.request_id == "long"))
+    num_split_steps = pair.num_split_steps
+    pair.step()
+    assert padded == ["single"] and pair.num_split_steps == num_split_steps + 1
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_a_long_queue_is_not_looked_through(make_config: MakeConfig, is_blocked: bool) -> None:
+    options = {**ROOMY, "num_blocks": 20, "max_num_batched_tokens": 100}
+    simulation = make_simulation(make_config, depth=2, **drafting(share_right=0.0), **options)
+    scheduler = simulation.scheduler
+    for index in range(3):
+        simulation.add(lambda index=index: make_request(f"r{index}", [index] * 40, 60))
+    for _ in range(6):
+        simulation.step()
+    num_looked_at = 0
+
+    class Queue(FCFSRequestQueue):
+        def __iter__(self) -> Iterator[Request]:
+            nonlocal num_looked_at
+            for request in super().__iter__():
+                num_looked_at += 1
+                yield request
+
+    # The first has no room beside these decodes, and rows are free.
+    prompts = [[50] * 150] * 10_000 + [[7]]
+    scheduler.waiting = Queue(make_request(f"w{i}", prompt, 5) for i, prompt in enumerate(prompts))
+    for request in deque(scheduler.waiting):
+        scheduler.requests[request.request_id] = request
+        if is_blocked:
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    num_looked_at, schedule_rest, leading = 0, scheduler._schedule_rest, list[int]()
+
+    def note(batch: DecodeBatch, *args: Any) -> Any:
+        leading.append(len(batch.running))
+        return schedule_rest(batch, *args)
+
+    scheduler._schedule_rest = note
+    for _ in range(10):
+        simulation.step()
+    # Behind many that vLLM passes over it may come to the last one: a decode is left to it.
+    assert leading == [2 if is_blocked else 3] * 10
+    assert num_looked_at <= 10 * (1 + MAX_WAITING_LOOKED_AT if is_blocked else options["max_num_seqs"])
 
 
 def test_a_steady_step_with_drafts_asks_nothing_request_by_request(

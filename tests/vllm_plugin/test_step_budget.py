@@ -164,6 +164,24 @@ def test_decodes_behind_several_prompts_keep_their_token(
     assert num_decodes == 2 and prompts.keys() == {"long", "longer"} and sum(prompts.values()) <= 80
 
 
+@pytest.mark.parametrize("num_decodes", [1, 2])
+def test_a_waiting_prompt_of_a_single_token_does_not_lift_the_limit(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, num_decodes: int
+) -> None:
+    simulation, clock = start(make_config, monkeypatch, 13, depth=2, **drafting(share_right=0.0))
+    others = [lambda: make_request("other", [2] * 4, 150)][: num_decodes - 1]
+    for make in (*others, lambda: make_request("long", [3, *PROMPT], 4)):
+        simulation.add(make)
+        monkeypatch.setattr(simulation.scheduler, "_max_prompt_tokens", lambda: 40)
+        simulation.checked_step()
+    simulation.add(lambda: make_request("longer", [4, *PROMPT], 4), lambda: make_request("single", [5], 4))
+    while simulation.is_busy:
+        simulation.checked_step()
+    chunks = [sum(prompts.values()) for _, prompts in clock.parts if prompts]
+    assert len(simulation.outputs["single"]) == 4
+    assert len(chunks) >= 7 and max(chunks) <= 40
+
+
 @pytest.mark.parametrize("limit", [4, 40])
 def test_decodes_behind_prompts_keep_their_drafts(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, limit: int

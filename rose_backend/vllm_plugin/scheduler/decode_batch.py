@@ -36,8 +36,8 @@ class RequestConstants:
     output_token_ids: list[int]
     """vLLM's own list, which grows."""
     last_step: int
-    """Number of tokens, computed ones without drafts and known ones with them, from which a step may be the last one,
-    which vLLM checks twice before scheduling."""
+    """Token count from which the next step may be the last. Compared with computed tokens, or with sampled tokens when
+    drafting."""
     last_output: int
     """Number of output tokens from which the next one is the last."""
     stop_token_ids: frozenset[int | None]
@@ -341,7 +341,8 @@ class DecodeBatch:
         num_computed_tokens, last_steps = self._numbers[2], self._numbers[4]
         if self._num_tokens == 1:
             return last_steps - num_computed_tokens
-        # Computed tokens are an upper bound, by which vLLM cuts drafts; what is known decides which step is the last.
+        # num_computed_tokens assumes that all drafts are accepted, and vLLM trims drafts at max_model_len by it.
+        # Whether a step may be the last depends on tokens already sampled.
         num_that_fit = (self._max_model_len - 1 - num_computed_tokens) // self._num_tokens
         return np.where(self._numbers[5] < last_steps, num_that_fit, 0)
 
@@ -452,6 +453,10 @@ class DecodeBatch:
         if len(running) == num_requests:
             return running == self.running
         return running[:num_requests] == self.running and running[num_requests].is_prefill_chunk
+
+    def before_last_decode(self) -> list[Request]:
+        """Return the requests before the last one that gets a token."""
+        return self.running[: self.running.index(self._requests[-1])]
 
     def allocate_slots(self) -> NewBlockIds | None:
         """Make room for the next step's tokens of each request.

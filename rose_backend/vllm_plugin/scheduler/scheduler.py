@@ -94,8 +94,6 @@ class BatchedScheduling(Scheduler):
         self._in_flight: deque[tuple[SchedulerOutput, FastOutputs, float, int | None]] = deque()
         # Calls that may have changed running requests other than by a step's usual course.
         self._num_interventions = 0
-        # Whether there has been a prompt of a single token beside drafts.
-        self._has_had_lone_tokens = False
         # Tokens of the fast path's requests, until the step's statistics are made; None without drafts.
         self._fast_counts: list[int] | None = None
 
@@ -159,9 +157,15 @@ class BatchedScheduling(Scheduler):
         num_tokens = batch.total_num_scheduled_tokens
         if num_tokens > self.max_num_scheduled_tokens or num_tokens > self._max_num_batched_tokens:
             return None
-        is_all = len(batch.running) == len(self.running) and not self._may_admit()
-        if not is_all and (not self._may_split or self._may_pad_prompt()):
+        may_admit = self._may_admit()
+        is_all = len(batch.running) == len(self.running) and not may_admit
+        if not is_all and not self._may_split:
             return None
+        if may_admit and self._may_pad_prompt(self.running[len(batch.running) :]):
+            # vLLM pads beside a decode that it schedules itself.
+            batch = self._batch_of(batch.before_last_decode(), batch)
+            if batch is None:
+                return None
         self.kv_cache_manager.new_step_starts()
         new_block_ids = batch.allocate_slots()
         if new_block_ids is None:
@@ -179,28 +183,51 @@ class BatchedScheduling(Scheduler):
         batch = self._batch
         if batch is not None and batch.is_at_head_of(self.running):
             return batch
-        batch = DecodeBatch.at_head_of(
-            self.running, self._known_constants, self.kv_cache_manager.running, self.max_model_len, batch
-        )
+        batch = self._batch_of(self.running, batch)
         if batch is None:
             return None
         # Model runner V1 needs all tokens of a request that was not in the step before.
         seen = self.prev_step_scheduled_req_ids
         return batch if self.use_v2_model_runner or seen.issuperset(batch.request_ids) else None
 
-    def add_request(self, request: Request) -> None:
-        """Take a request in."""
-        self._has_had_lone_tokens |= self.num_spec_tokens > 0 and request.num_tokens == 1
-        super().add_request(request)
+    def _batch_of(self, running: list[Request], last: DecodeBatch | None) -> DecodeBatch | None:
+        """Return the batch at the head of some of the running requests, if any; see ``DecodeBatch.at_head_of``."""
+        holders = self.kv_cache_manager.running
+        return DecodeBatch.at_head_of(running, self._known_constants, holders, self.max_model_len, last)
 
-    def _may_pad_prompt(self) -> bool:
-        """Whether vLLM may give a prompt of a single token as many drafts as decodes have, as it does beside decodes.
+    def _may_pad_prompt(self, others: list[Request]) -> bool:
+        """Whether vLLM may reach a waiting prompt of a single token, to which it gives drafts beside decodes.
 
-        Scheduled after the batch, it would stand alone, and get none.
+        It goes on to the next one as long as a row is free for it: whatever it admits, loads or defers takes one. What
+        it may pass over takes none; behind many of those, such a prompt is assumed.
+
+        Args:
+            others: running requests behind the batch. Beside a prompt among them it gives no drafts.
         """
-        if not self._has_had_lone_tokens:
+        if not self.num_spec_tokens:
             return False
-        return any(request.num_tokens == 1 for request in chain(self.kv_holding_waiting, self.waiting))
+        # One with multimodal items may have to wait for room for them.
+        if any(request.is_prefill_chunk and not request.has_encoder_inputs for request in others):
+            return False
+        if any(request.num_tokens == 1 for request in self.kv_holding_waiting):
+            return True
+        holders = self.kv_cache_manager.running
+        num_rows, num_passed = len(holders.capacity) - len(holders.requests), 0
+        for request in self.waiting:
+            if num_rows == 0:
+                return False
+            if request.num_tokens == 1 or num_passed == MAX_WAITING_LOOKED_AT:
+                return True
+            if (
+                self._is_blocked_waiting_status(request.status)
+                or request.num_stale_output_tokens
+                # A connector may need another step to tell what it has of a prompt.
+                or self.connector is not None
+            ):
+                num_passed += 1
+            else:
+                num_rows -= 1
+        return False
 
     def _may_admit(self) -> bool:
         """Whether vLLM would try to admit a waiting request."""
