@@ -96,7 +96,7 @@ class RunningRequests:
     tokens_per_decode: int = 1
     """Tokens that a decode computes in a step; beside drafts, one and all of them."""
     num_lookahead_tokens: int = 0
-    """Tokens beyond these for which vLLM asks for slots, where a drafter has K/V of its own."""
+    """Slots that vLLM asks for after these tokens, where a drafter has its own K/V cache."""
     row_of: dict[str, int] = field(default_factory=dict)
     """The row of each request, by its id."""
     requests: dict[int, Request] = field(default_factory=dict)

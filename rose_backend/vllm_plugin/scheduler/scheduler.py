@@ -198,11 +198,11 @@ class BatchedScheduling(Scheduler):
     def _may_pad_prompt(self, others: list[Request]) -> bool:
         """Whether vLLM may reach a waiting prompt of a single token, to which it gives drafts beside decodes.
 
-        It goes on to the next one as long as a row is free for it: whatever it admits, loads or defers takes one. What
-        it may pass over takes none; behind many of those, such a prompt is assumed.
+        vLLM takes waiting requests in order while rows are free: each one that it admits, loads or defers takes a row.
+        Requests that it may skip take none; after many of them, assume that such a prompt can be reached.
 
         Args:
-            others: running requests behind the batch. Beside a prompt among them it gives no drafts.
+            others: running requests behind the batch. If one of them is a prompt, vLLM pads none with drafts.
         """
         if not self.num_spec_tokens:
             return False
