@@ -1668,6 +1668,7 @@ class ResponseModel(Exact):
     text: dict[str, Any] | None
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int | None
     truncation: Literal["auto", "disabled"]
     background: Literal[False]
     error: None

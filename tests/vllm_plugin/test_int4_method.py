@@ -10,7 +10,7 @@ import torch
 
 from rose_backend.errors import IntegrityError, ModelError, ShapeError
 from rose_backend.kernels.linear.int4_formats import AWQ
-from rose_backend.vllm_plugin.models import int4_method
+from rose_backend.layers import linear as linear_layers
 from rose_backend.vllm_plugin.models.int4_method import METHODS, RoseInt4Method
 from rose_backend.vllm_plugin.models.int4_weights import Int4Scheme
 
@@ -85,7 +85,7 @@ def test_prompts_of_few_tokens_are_multiplied_by_roses_kernel(
     rose = RoseInt4Method(module, SCHEME, max_rows=64, packs=packs, gated=False)
     rose.process_weights_after_loading(module)
     for name in ("small_batch_linear", "quantized_linear"):
-        monkeypatch.setattr(int4_method, name, lambda *_, name=name: launched.append(name))
+        monkeypatch.setattr(linear_layers, name, lambda *_, name=name: launched.append(name))
     linear = rose.read()
     assert (linear.packed is not None) == packs and linear.many_rows is not None
     linear.many_rows(torch.zeros(num_tokens, 256))

@@ -7,7 +7,7 @@ not use ROSE. The different architecture name also keeps compiled graphs apart i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from vllm import envs
@@ -117,9 +117,10 @@ def _fuse_without_compiler(vllm_config: VllmConfig) -> None:
     compilation, priority = vllm_config.compilation_config, vllm_config.kernel_config.ir_op_priority
     compiled = asdict(current_platform.get_default_ir_op_priority(vllm_config))
     compilation.mode = CompilationMode.NONE
-    for name, launched in asdict(current_platform.get_default_ir_op_priority(vllm_config)).items():
-        if getattr(priority, name) == compiled[name]:  # else the user has chosen
-            setattr(priority, name, launched)
+    launched = asdict(current_platform.get_default_ir_op_priority(vllm_config))
+    # The others are the user's choice.
+    defaults = {name: launched[name] for name in launched if getattr(priority, name) == compiled[name]}
+    vllm_config.kernel_config.ir_op_priority = replace(priority, **defaults)
     compilation.custom_ops[:] = ["all" if name == "none" else name for name in compilation.custom_ops]
 
 
