@@ -224,9 +224,8 @@ class ResidualStream:
         self.is_small_batch = is_small_batch
         self._delta: torch.Tensor | None = None  # [T, E] or [2, T, E]: the next norm adds it to ``hidden``
         self._norm_input = norm_input  # of ``hidden``, for the next packed norm
-        self._is_held = (
-            False  # the caller keeps ``hidden``: the next add of a small batch writes to a new tensor
-        )
+        # Whether the caller keeps ``hidden``: the next add of a small batch then writes to a new tensor.
+        self._is_held = False
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """Return ``norm(hidden states)``, [T, E]."""

@@ -214,6 +214,7 @@ def test_heads_that_keep_vllms_graphs(
     support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
     if reason is None:
         assert mode == CUDAGraphMode.FULL and support is AttentionCGSupport.ALWAYS
+        assert make_builder(config).supports_draft_decode_metadata_update
         monkeypatch.setattr(config.speculative_config, "attention_backend", config.attention_config.backend)
         assert why_drafter_needs_vllms_graphs(config) is None
         monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
@@ -340,7 +341,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
         patch.setattr(CudaGraphManager, "_init_candidates", getattr(method, "__wrapped__", method))
-        make_builder(drafting)
+        assert not make_builder(drafting).supports_draft_decode_metadata_update
         assert not is_applied("decode_graphs")
         make_builder(config)
         assert is_applied("decode_graphs")

@@ -202,7 +202,7 @@ class BatchedScheduling(Scheduler):
         Requests that it may skip take none; after many of them, assume that such a prompt can be reached.
 
         Args:
-            others: running requests behind the batch. If one of them is a prompt, vLLM pads none with drafts.
+            others: running requests after the batch. If one of them is a prompt, vLLM gives no waiting prompt drafts.
         """
         if not self.num_spec_tokens:
             return False
