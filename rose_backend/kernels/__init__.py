@@ -23,7 +23,7 @@ Letters that shapes are written in, everywhere in this package:
 ``MB``  width of the block table
 ``G``   KV cache groups of a model
 ``W``   block-table columns that a request uses
-``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history
+``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history, drafts
 ``V``   vocabulary; ``V'`` with padding rows after it
 ``E``   width of the model
 ``I``   width of the MLP, or of an expert's

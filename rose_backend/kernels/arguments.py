@@ -308,6 +308,9 @@ class StepState:
     total_lens: torch.Tensor  # [MR] int32, prompt and output
     token_ids: torch.Tensor  # [MR, S] int32, of prompt and output
     output_counts: torch.Tensor | None  # [MR, V] int32, of each token in the output
+    draft_tokens: torch.Tensor | None = (
+        None  # [MR, N] int64, proposed behind the last token; None without drafts
+    )
 
 
 @dataclass(frozen=True)
@@ -328,7 +331,9 @@ class MixedRows:
 
     slots: torch.Tensor  # [R] int64, -1 without a request
     query_start_loc: torch.Tensor  # [R + 1] int32
-    is_prompt: torch.Tensor  # [R] int32, 1: its tokens are known already; 0: it computes its last token
+    is_prompt: (
+        torch.Tensor
+    )  # [R] int32, 1: its tokens are known already; 0: its last token, and drafts behind it
     is_due: torch.Tensor  # [R] int32, 1: it gets a new token, as nothing known remains to be computed
 
     def first(self, num_rows: int) -> MixedRows:

@@ -27,6 +27,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.options import batches_decode_steps
+from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.gpu_matrix.drafters import write_with_eagle_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
@@ -54,6 +56,7 @@ ROUNDING = 1e-4
 """Of log-probabilities and hidden states, between two ways of computing in float32."""
 GPU_ROUNDING = 1e-3
 NUM_NEW = 24
+SILENT = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
 # Heads of 32, as in test_vllm_layers.py.
 write = partial(write_checkpoint, hidden_size=128)
@@ -101,6 +104,13 @@ class Drafter:
             else []
             for row, sampled in enumerate(sampled_token_ids)
         ]
+
+    def write_behind(self, states: Any, slots: Sequence[int]) -> None:
+        """Write drafts of all these request slots in the place of those that a replayed step has left."""
+        for slot in slots:
+            known = tuple(states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist())
+            drafts = self.drafts_behind(known, states.draft_tokens.shape[1])
+            states.draft_tokens[slot, : len(drafts)] = torch.tensor(drafts, device=states.draft_tokens.device)
 
     def put_into(self, drafts: torch.Tensor, known: tuple[int, ...]) -> None:
         """Write the drafts of a row: what is missing is the last token again."""
@@ -188,9 +198,17 @@ def assert_right(
     assert float(logprob_errors(judged, completions).max()) < tolerance
 
 
+SAMPLE = DraftSteps._sample
+
+
 def draft_as(monkeypatch: pytest.MonkeyPatch, texts: Texts, kind: str) -> None:
     drafter = Drafter(texts, *DRAFTERS[kind])
 
+    def sample(self: DraftSteps, batch: Any, output: Any) -> None:
+        SAMPLE(self, batch, output)
+        drafter.write_behind(self._runner.req_states, [*batch.slots.values()])
+
+    monkeypatch.setattr(DraftSteps, "_sample", sample)
     monkeypatch.setattr(NgramProposer, "propose", drafter.propose)
     monkeypatch.setattr(
         RunnerV1,
@@ -544,6 +562,12 @@ def test_in_full_cuda_graphs(
             drafted, accepted = draft_counts(llm)
             completions = complete(llm, prompts)
             assert_right(path, prompts, completions, GPU_ROUNDING)
+            # With log-probabilities steps are vLLM's; without, they are replayed.
+            replayed = STEPS.rose
+            silent = complete(llm, prompts, SILENT)
+            assert STEPS.rose >= replayed + NUM_NEW // (num_drafts + 1)
+            judged = judge(path, prompts, [list(each.token_ids) for each in silent])
+            assert wrong_tokens(judged, GPU_ROUNDING) == []
             now_drafted, now_accepted = draft_counts(llm)
             # Drafts behind a text's end are wrong.
             shares = {"all right": (0.5, 1.0), "all wrong": (0.0, 0.05), "random": (0.05, 0.9)}[kind]

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
+from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
@@ -48,6 +50,7 @@ from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
     ROSES_LAYERS,
     count_preemptions,
+    draft_counts,
     generate,
     has_roses_layers,
     inputs_of,
@@ -179,15 +182,15 @@ def make_replaying(make_engine: MakeEngine, tiny_model_path: Path, tmp_path: Pat
 
 
 ReplayWhen = Callable[[Callable[[int], bool]], None]
-Launch = Callable[[StepGraphs, Any], bool]
-LAUNCH: Launch = StepGraphs.launch
+Launch = Callable[[WholeSteps, Any], bool]
+LAUNCH: Launch = WholeSteps.launch
 
 
 def launch_when(wanted: Callable[[int], bool]) -> Launch:
     """Return a launch of steps that replays only those for which ``wanted``, given the step's number, is true."""
     count = 0
 
-    def chosen(self: StepGraphs, output: Any) -> bool:
+    def chosen(self: WholeSteps, output: Any) -> bool:
         nonlocal count
         count += 1
         if wanted(count):
@@ -201,13 +204,13 @@ def launch_when(wanted: Callable[[int], bool]) -> Launch:
 @pytest.fixture
 def replay_when(monkeypatch: pytest.MonkeyPatch) -> ReplayWhen:
     """Return a function that lets steps be replayed only where ``wanted``, given the step's number, is true."""
-    return lambda wanted: monkeypatch.setattr(StepGraphs, "launch", launch_when(wanted))
+    return lambda wanted: monkeypatch.setattr(WholeSteps, "launch", launch_when(wanted))
 
 
 def set_rule_of_worker(_: Any, rule: str) -> int:
     """Say in a worker's process which steps are replayed; return how many were so far."""
     rules = {"never": is_never, "always": lambda _: True, "at random": is_random(3)}
-    StepGraphs.launch = launch_when(rules[rule])  # type: ignore[method-assign]
+    WholeSteps.launch = launch_when(rules[rule])  # type: ignore[method-assign]
     return STEPS.rose
 
 
@@ -224,7 +227,7 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
         {"temperature": 0.0, "min_tokens": 3},
-        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 1.2},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
         {"temperature": 0.8, "logprobs": 3},
         {"temperature": 0.0, "n": 3} | {"temperature": 0.7},
@@ -311,6 +314,156 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
+
+
+LEFT_WITH_DRAFTS = {
+    *("prompts beside drafts", "rows with fewer drafts, or parts of prompts", "resumed requests"),
+    *("no tokens", "more requests than full graphs of decodes take"),
+}
+"""Reasons for steps of vLLM's beside drafts, whatever requests ask for."""
+REQUESTS_LEFT_WITH_DRAFTS = {
+    "log-probabilities beside drafts",
+    "logits processors beside drafts",
+    "top-k or top-p beside drafts",
+}
+
+
+def n_grams(num_drafts: int, **options: Any) -> dict[str, Any]:
+    speculative = {"num_speculative_tokens": num_drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    return {
+        "speculative_config": {"method": "ngram", **speculative, **options},
+        "disable_log_stats": False,
+        "runner": "V2",
+    }
+
+
+def params_beside_drafts(num_requests: int, *, is_plain: bool) -> list[SamplingParams]:
+    """Greedy and drawn requests with many ends; unless ``is_plain``, some whose steps are vLLM's."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
+        {"temperature": 1.2},
+        {"temperature": 0.0},
+        {"temperature": 0.1},
+        {"temperature": 0.0, "n": 3} | {"temperature": 0.3},
+    ]
+    others: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_k": 40},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+    ]
+    params = []
+    for index in range(num_requests):
+        is_other = not is_plain and index % 13 == 12
+        kind = others[index // 13 % 3] if is_other else kinds[index % len(kinds)]
+        length = 3 + 3 * (index % 5) if is_other else 3 + 11 * (index % 11)
+        params.append(SamplingParams(**{"ignore_eos": True, "max_tokens": length, "seed": index, **kind}))
+    return params
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama", "Qwen3 with vLLM's layers", "Gemma 3"])
+@pytest.mark.parametrize("dtype", ["half", "float32"])
+def test_steps_with_drafts_say_the_same_to_the_bit(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, dtype: str, num_drafts: int
+) -> None:
+    prompts = parity_prompts(VOCAB_SIZE)[:60]
+    options: dict[str, Any] = {} if dtype == "half" else {"dtype": dtype}
+    STEPS.vllm.clear()
+    # Few blocks: requests are preempted and come back.
+    options |= {"num_gpu_blocks_override": scaled_blocks(model, 500), **n_grams(num_drafts)}
+    with make_replaying(model, **options) as llm:
+        for is_plain in (True, False):
+            params = params_beside_drafts(len(prompts), is_plain=is_plain)
+            answers: list[Any] = []
+            counts: list[Any] = []
+            for wanted in (is_never, is_random(1), lambda _: True, is_random(2)):
+                replay_when(wanted)
+                assert llm.reset_prefix_cache()
+                before, drafted = STEPS.rose, draft_counts(llm)
+                answers.append(said(generate(llm, prompts, params)))
+                counts.append([now - then for now, then in zip(draft_counts(llm), drafted, strict=True)])
+                assert (STEPS.rose > before) == (wanted is not is_never), STEPS
+            assert answers[1:] == answers[:1] * 3
+            assert counts[1:] == counts[:1] * 3 and 0 < counts[0][1] < counts[0][0]
+            allowed = LEFT_WITH_DRAFTS | (set() if is_plain else REQUESTS_LEFT_WITH_DRAFTS)
+            assert STEPS.vllm.keys() <= allowed
+        assert STEPS.vllm.keys() & REQUESTS_LEFT_WITH_DRAFTS
+        manager = manager_of(llm)
+        manager.check_integrity()
+        assert manager.usage == 0.0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_most_steps_with_drafts_are_replayed(make_replaying: MakeReplaying, is_async: bool) -> None:
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 100][:32]
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    options = {} if is_async else {"async_scheduling": False}
+    with make_replaying("Qwen3", **n_grams(3), **options) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.scheduler_config.async_scheduling == is_async
+        STEPS.vllm.clear()
+        before = STEPS.rose
+        generate(llm, prompts, params)
+        replayed = STEPS.rose - before
+        assert replayed > 20 and sum(STEPS.vllm.values()) < 0.2 * replayed, STEPS
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_synthetic_acceptance_is_vllms(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, num_drafts: int
+) -> None:
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 100][:40]
+    params = [
+        SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=120, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 0.75 * num_drafts + 1}
+    answers, accepted = [], []
+    with make_replaying("Qwen3", **n_grams(num_drafts, **synthetic)) as llm:
+        for wanted in (is_never, lambda _: True, is_random(3)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before, drafted = STEPS.rose, draft_counts(llm)
+            answers.append(said(generate(llm, prompts, params)))
+            now = draft_counts(llm)
+            accepted.append((now[1] - drafted[1]) / (now[0] - drafted[0]))
+            assert (STEPS.rose > before) == (wanted is not is_never), STEPS
+    for others in answers[1:]:
+        assert [index for index, said_so in enumerate(answers[0]) if said_so != others[index]] == []
+    assert accepted[1:] == accepted[:1] * 2
+    assert 0.65 < accepted[0] < 0.85
+
+
+@pytest.mark.parametrize("model", ["Qwen3", "GPT-2"])
+def test_requests_with_drafts_come_and_go(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """And are aborted, beside prompts that are computed in chunks."""
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "params_of_every_kind",
+        lambda count, one_in: params_beside_drafts(count, is_plain=False),
+    )
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
+    answers = []
+    STEPS.vllm.clear()
+    options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 400}
+    with make_replaying(model, **options, **n_grams(3)) as llm:
+        for wanted in (is_never, lambda _: True, is_random(3)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.rose
+            answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
+            assert (STEPS.rose - before > NUM_REQUESTS // 8) == (wanted is not is_never), STEPS
+        manager = manager_of(llm)
+        manager.check_integrity()
+        assert manager.usage == 0.0
+    assert STEPS.vllm.keys() <= LEFT_WITH_DRAFTS | REQUESTS_LEFT_WITH_DRAFTS
+    for others in answers[1:]:
+        different = [name for name, answer in others.items() if answer != answers[0].get(name)]
+        assert different == [] and others.keys() == answers[0].keys()
 
 
 @pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Qwen3 with vLLM's layers", "gpt-oss"])
@@ -528,7 +681,7 @@ def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams
     plain: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
-        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 1.2},
         {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
         {"temperature": 0.7, "n": 3},
         {"temperature": 0.0, "stop": ["e", "th"], "ignore_eos": False},

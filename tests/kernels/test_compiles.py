@@ -90,14 +90,20 @@ def test_rotations(capability: int) -> None:
 @compiles("_begin_mixed_kernel")
 def test_ends_of_a_step_with_prompts(capability: int) -> None:
     with record_launches(steps, "_begin_mixed_kernel", "_end_kernel") as launches:
-        for num_rows, num_tokens in ((8, 200), (9, 333)):
-            case = decode_steps.make_mixed_case([1, 1, 150], num_rows, num_tokens, block_sizes=(16, 48))
+        for num_rows, num_tokens, num_drafts in ((8, 200, 0), (9, 333, 0), (8, 200, 1), (8, 200, 3)):
+            case = decode_steps.make_mixed_case(
+                [1, 1, 150], num_rows, num_tokens, block_sizes=(16, 48), num_drafts=num_drafts
+            )
             sizes = num_tokens, 150
             steps.begin_mixed_step(
                 case.rows, case.state, case.inputs, case.groups, case.computed_tokens, sizes, 9
             )
-            steps.end_step(case.slots, case.tokens, case.state, case.rows)
-    assert [launch.grid for launch in launches[::2]] == [(9, 2, 2), (10, 2, 2)]
+            if num_drafts:
+                tokens, num_sampled = decode_steps.make_sampled(case, num_drafts)
+                steps.end_step(case.slots, tokens, case.state, num_sampled=num_sampled)
+            else:
+                steps.end_step(case.slots, case.tokens, case.state, case.rows)
+    assert [launch.grid for launch in launches[::2]] == [(9, 2, 2), (10, 2, 2), *[(9, 2, 2)] * 2]
     for recorded in launches:
         compile_launch(recorded, capability)
 

@@ -19,18 +19,21 @@ from rose_backend.kernels.decode_step.ops import (
 )
 from tests.support.decode_steps import (
     BLOCK_SIZES,
+    MAX_LEN,
     NUM_SLOTS,
     Case,
     MixedCase,
     assert_equal,
     check_begin,
     check_end,
+    check_end_with_drafts,
     check_groups,
     check_mixed_begin,
     check_mixed_end,
     copy_of_groups,
     make_case,
     make_mixed_case,
+    make_sampled,
     random_writes,
 )
 from tests.support.implementations import Implementation
@@ -106,6 +109,10 @@ def begin_mixed(case: MixedCase) -> None:
     replace(case, groups=groups_here(case)).begin()
 
 
+def end_with_drafts(case: Case, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
+    end_step(case.slots, tokens, case.state, num_sampled=num_sampled)
+
+
 def end_mixed(case: MixedCase) -> None:
     end_step(case.slots, case.tokens, case.state, case.rows)
 
@@ -117,16 +124,21 @@ MIXED = {
     "decodes only": ([1, 1, 1], 4, 4),
     "both": ([1, 1, 1, 2, 7, 130], 8, 150),
     "as many as there are": ([1, 1, 1, 1, 1, 1, 3, 17, 129], 9, 400),
+    "drafts": ([4, 4, 4, 4], 6, 24),
+    "fewer drafts": ([4, 1, 2, 3, 2, 4, 5, 4, 130], 9, 160),
 }
 """Tokens of each request, rows and tokens."""
 
 
 @each_block_sizes
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("shape", MIXED)
 def test_both_ends_of_a_step_with_prompts(
-    implementation: Implementation, shape: str, block_sizes: Sequence[int]
+    implementation: Implementation, shape: str, num_drafts: int, block_sizes: Sequence[int]
 ) -> None:
-    case = make_mixed_case(*MIXED[shape], block_sizes=block_sizes, device=implementation.device)
+    case = make_mixed_case(
+        *MIXED[shape], block_sizes=block_sizes, num_drafts=num_drafts, device=implementation.device
+    )
     before = case.copy()
     implementation(begin_mixed, case)
     check_mixed_begin(before, case)
@@ -134,6 +146,23 @@ def test_both_ends_of_a_step_with_prompts(
     implementation(end_mixed, case)
     check_mixed_end(before, case)
     assert_equal(case.inputs, before.inputs)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_accepted_drafts_are_appended(implementation: Implementation, num_drafts: int) -> None:
+    for num_requests, num_rows in SHAPES[:-2]:
+        case = make_case(num_requests, num_rows, device=implementation.device)
+        case.state.total_lens.clamp_(max=MAX_LEN - num_drafts - 1)
+        tokens, num_sampled = make_sampled(case, num_drafts)
+        before = case.copy()
+        implementation(end_with_drafts, case, tokens, num_sampled)
+        check_end_with_drafts(before, case, tokens, num_sampled)
+
+
+def test_steps_with_prompts_take_no_numbers_of_tokens() -> None:
+    case = make_mixed_case([3], 1, 3)
+    with pytest.raises(ShapeError, match="num_sampled"):
+        end_step(case.slots, case.tokens[:, None], case.state, case.rows, torch.ones(1, dtype=torch.int32))
 
 
 @each_block_sizes

@@ -17,7 +17,7 @@ from rose_backend.kernels.decode_step.ops import (
     write_block_ids,
 )
 from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs, write_bitmask
-from tests.support.decode_steps import make_case, make_mixed_case, random_writes
+from tests.support.decode_steps import make_case, make_mixed_case, make_sampled, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.linear_cases import random_float8, random_int4
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
@@ -397,6 +397,20 @@ def mixed_step(*block_sizes: int) -> Case:
     return run
 
 
+def step_with_drafts(num_drafts: int) -> Case:
+    """Both ends of a step of decodes with drafts, with rows and tokens of padding."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        counts = [num_drafts + 1] * 5
+        case = make_mixed_case(counts, 7, 9 * (num_drafts + 1), num_drafts=num_drafts, device=device)
+        case.begin()
+        tokens, num_sampled = make_sampled(case, num_drafts)
+        end_step(case.slots, tokens, case.state, num_sampled=num_sampled)
+        return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
+
+    return run
+
+
 def steady_decode(*block_sizes: int, num_states: int = 0) -> Case:
     """Both ends of a decode step over slots, with rows that have no request, and block ids written in front."""
 
@@ -476,6 +490,7 @@ CASES: dict[str, Case] = {
     "ends of a step": step_ends,
     "mixed step": mixed_step(16),
     "mixed step, groups": mixed_step(16, 48, 16),
+    "step with drafts": step_with_drafts(3),
     "steady decode": steady_decode(16),
     "steady decode, groups": steady_decode(16, 48, 16),
     "steady decode, states": steady_decode(16, num_states=2),

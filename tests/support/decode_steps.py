@@ -201,6 +201,32 @@ def check_end(before: Case, after: Case) -> None:
     assert_equal(after.state, expected)
 
 
+def make_sampled(case: Case, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens of each row, some there twice, and how many of them it gets: each number in turn."""
+    num_rows, most = len(case.slots), num_drafts + 1
+    generator = torch.Generator().manual_seed(num_rows)
+    tokens = torch.randint(0, VOCAB_SIZE, (num_rows, most), generator=generator)
+    tokens[:, ::2] = tokens[:, :1].clone()
+    num_sampled = torch.arange(num_rows, dtype=torch.int32) % most + 1
+    return tokens.to(case.slots.device), num_sampled.to(case.slots.device)
+
+
+def check_end_with_drafts(before: Case, after: Case, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
+    """Hold every element of the state to what the rows say."""
+    expected = _copy(before.state)
+    for slot, of_row, count in zip(before.slots.tolist(), tokens.tolist(), num_sampled.tolist(), strict=True):
+        if slot == NO_SLOT:
+            continue
+        start = int(expected.total_lens[slot])
+        expected.token_ids[slot, start : start + count] = torch.tensor(of_row[:count])
+        expected.last_tokens[slot] = of_row[count - 1]
+        expected.total_lens[slot] += count
+        expected.num_computed_tokens[slot] += count
+        for token in of_row[:count]:
+            expected.output_counts[slot, token] += 1
+    assert_equal(after.state, expected)
+
+
 def assert_equal(actual: Any, expected: Any) -> None:
     """Compare two groups of tensors, field by field."""
     for each in fields(expected):
@@ -237,7 +263,7 @@ def check_groups(actual: StepGroups, expected: StepGroups) -> None:
 
 @dataclass
 class MixedCase(Case):
-    """A step in which some rows compute parts of prompts."""
+    """A step in which some rows compute parts of prompts, or drafts."""
 
     rows: MixedRows
     computed_tokens: torch.Tensor
@@ -267,10 +293,18 @@ def make_mixed_case(
     num_tokens: int,
     *,
     block_sizes: Sequence[int] = (16,),
+    num_drafts: int = 0,
     device: str = "cpu",
 ) -> MixedCase:
-    """Return a step with ``counts`` new tokens of its requests, padded to so many rows and tokens."""
+    """Return a step with ``counts`` new tokens of its requests, padded to so many rows and tokens.
+
+    Args:
+        num_drafts: of each request; there are rows with fewer.
+    """
     case = make_case(len(counts), num_rows, block_sizes=block_sizes, device=device)
+    if num_drafts:
+        drafts = torch.arange(NUM_SLOTS * num_drafts, device=device).view(NUM_SLOTS, num_drafts) + 1000
+        case.state = replace(case.state, draft_tokens=drafts)
     size = num_tokens + 3
     inputs = replace(
         case.inputs,
@@ -289,7 +323,7 @@ def make_mixed_case(
     is_prompt, is_due = [0] * num_rows, [0] * num_rows
     for row, count in enumerate(counts):
         # The rows in turn: a decode's, a part of a prompt, and its last part.
-        kind = 1 + row % 2 if count > 1 else row % 3
+        kind = 1 + row % 2 if count > 1 + num_drafts else row % 3
         is_prompt[row], is_due[row] = int(kind > 0), int(kind != 1)
         computed = int(case.state.num_computed_tokens[slots[row]])
         case.state.num_computed_tokens[slots[row]] = min(computed, MAX_LEN - 1 - count)
@@ -320,11 +354,14 @@ def check_mixed_begin(before: MixedCase, after: MixedCase) -> None:
         expected.seq_lens[row] = computed + end - start
         expected.query_start_loc[row + 1] = end
         expected.request_slots[row] = slot if is_real else NUM_SLOTS
-        for kind, is_here in enumerate((end - start == 1, end - start > 1)):
+        most = 1 if state.draft_tokens is None else 1 + state.draft_tokens.shape[1]
+        for kind, is_here in enumerate((0 < end - start <= most, end - start > most)):
             computed_tokens[kind, row] = computed if is_real and is_here else -1
         for token in range(start, end):
             position = computed + token - start
             known = state.token_ids[slot, position] if rows.is_prompt[row] else state.last_tokens[slot]
+            if token > start and state.draft_tokens is not None and not rows.is_prompt[row]:
+                known = state.draft_tokens[slot, token - start - 1]
             expected.input_ids[token], expected.positions[token] = known, position
             for group in groups:
                 block = int(group.state_table[slot, position // group.block_size])

@@ -97,6 +97,8 @@ from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -768,6 +770,38 @@ def test_drafters_are_built_under_a_name_of_their_own(runner: str) -> None:
     sources = [source for file in files if " get_model(" in (source := file.read_text())]
     tags = [set(re.findall(r'with set_model_tag\("(\w+)"', source)) for source in sources]
     assert len(tags) > 3 and all(each and each <= _DRAFTER_TAGS for each in tags)
+
+
+def test_drafts_are_verified_and_proposed_as_replayed_steps_do_it() -> None:
+    """See ``step_graph/draft_steps.py``."""
+    assert list(inspect.signature(rejection_sample).parameters)[:12] == [
+        *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping"),
+        *("expanded_idx_mapping", "expanded_local_pos", "temperature", "seed", "num_speculative_steps"),
+        "synthetic_conditional_rates",
+    ]
+    inspect.signature(rejection_sample).bind(*range(12), use_fp64=False, use_block_verification=False)
+    verify = inspect.getsource(RejectionSampler._verify)
+    for name in ("sampling_states.temperature.gpu", "sampling_states.seeds.gpu", "num_speculative_steps"):
+        assert f"self.{'' if name.startswith('num') else 'sampler.'}{name}," in verify
+    for name in ("synthetic_conditional_rates", "use_block_verification"):
+        assert f"self.{name}" in verify
+    propose = list(inspect.signature(NgramGPUSpeculator.propose).parameters)
+    assert propose[1:12] == [
+        *("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+        *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
+    ]
+    # All that the lookup reads of a batch.
+    source = inspect.getsource(NgramGPUSpeculator)
+    assert {*re.findall(r"input_batch\.(\w+)", source)} == {"num_reqs", "idx_mapping"}
+    for owner, name in (
+        (LogitBiasState, "use_logit_bias"),
+        (PenaltiesState, "use_penalty"),
+        (BadWordsState, "num_bad_words"),
+        (ThinkingBudgetState, "use_thinking_budget"),
+    ):
+        assert f"self.{name} = " in inspect.getsource(owner.__init__)
+    told = inspect.getsource(DraftTokensHandler.set_draft_tokens)
+    assert {*re.findall(r"input_batch\.(\w+)", told)} == {"req_ids", "has_structured_output_reqs"}
 
 
 def test_configuration_names_what_speculation_needs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.errors import IntegrityError
@@ -46,8 +49,7 @@ from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
-from rose_backend.vllm_plugin.step_graph import runner_hooks
-from rose_backend.vllm_plugin.step_graph import steps as graph_steps
+from rose_backend.vllm_plugin.step_graph import runner_hooks, whole_steps
 from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
 from rose_backend.vllm_plugin.step_graph.addresses import (
     StaleGraphs,
@@ -67,7 +69,14 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     why_step_is_not_replayed,
 )
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
-from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, POISON, make_case, make_mixed_case
+from tests.support.decode_steps import (
+    BLOCK_SIZES,
+    NUM_SLOTS,
+    POISON,
+    make_case,
+    make_mixed_case,
+    make_sampled,
+)
 from tests.support.interpreter import run_interpreted
 from tests.support.random_checkpoints import (
     write_random_granite_hybrid,
@@ -75,7 +84,12 @@ from tests.support.random_checkpoints import (
     write_random_qwen3_next,
 )
 from tests.support.vllm_plugin.configs import connector
-from tests.support.vllm_plugin.decode_kernels import begin_as_vllm, end_as_vllm, positions_as_vllm
+from tests.support.vllm_plugin.decode_kernels import (
+    begin_as_vllm,
+    end_as_vllm,
+    end_drafts_as_vllm,
+    positions_as_vllm,
+)
 from tests.support.vllm_plugin.steady_runner import (
     BLOCK_SIZE,
     GROUPS,
@@ -197,7 +211,7 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
         written.append(writes.shape[1])
         write_block_ids(writes, groups)
 
-    monkeypatch.setattr(graph_steps, "write_block_ids", write)
+    monkeypatch.setattr(whole_steps, "write_block_ids", write)
     for _ in range(3):
         requests.add(8)
     counts = []
@@ -1199,6 +1213,7 @@ class HookedRunner:
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
+        self.speculative_config = None
         monkeypatch.setattr(
             runner_hooks, "StepGraphs", lambda _: SimpleNamespace(capture=self.streams.append)
         )
@@ -1526,6 +1541,45 @@ def test_engines_of_data_parallel_ranks_are_replayed(name: str, value: Any, reas
     assert why_engine_is_not_replayed(runner) == reason
 
 
+def set_drafts(runner: Any) -> None:
+    runner.speculative_config = SimpleNamespace(rejection_sample_method="standard")
+    runner.speculator = object.__new__(NgramGPUSpeculator)
+    runner.rejection_sampler = object.__new__(RejectionSampler)
+    runner.rejection_sampler.watermark_key = runner.adaptive_verification = None
+    runner.decode_query_len, runner.dp_size = 8, 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("decode_query_len", 8, None),
+        ("speculative_config.rejection_sample_method", "synthetic", None),
+        ("speculative_config.rejection_sample_method", "fly", "another rejection sampler"),
+        ("rejection_sampler.watermark_key", 5, "another rejection sampler"),
+        ("rejection_sampler", object(), "another rejection sampler"),
+        ("speculator", object(), "drafts other than n-grams"),
+        ("decode_query_len", 9, "more drafts than decode attention takes"),
+        ("adaptive_verification", object(), "adaptive verification"),
+        ("dp_size", 2, "drafts with data parallelism"),
+        ("lora_config", object(), "drafts beside LoRA"),
+        ("model_state.rope_state", object(), "drafts of a multimodal model"),
+        ("model_state.supports_mm_inputs", True, "drafts of a multimodal model"),
+    ],
+)
+def test_n_gram_drafts_are_served(path: str, value: Any, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    set_drafts(runner)
+    *owners, name = path.split(".")
+    setattr(functools.reduce(getattr, owners, runner), name, value)
+    assert why_engine_is_not_replayed(runner) == reason
+
+
+def test_drafts_beside_states_are_vllms() -> None:
+    runner = make_runner([make_group(FULL)], [make_group(STATE, GDNAttentionMetadataBuilder)])
+    set_drafts(runner)
+    assert why_engine_is_not_replayed(runner) == "drafts beside states"
+
+
 @pytest.mark.parametrize("smallest", [1, 2, 8])
 def test_vllms_kernels_write_no_rows_behind_an_end_that_is_captured(smallest: int) -> None:
     """They write each row that the mapping has, so it has none that the smallest end has not."""
@@ -1640,7 +1694,8 @@ def test_a_step_leaves_what_vllms_leaves(
     end_step(case.slots, case.tokens, case.state)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
-        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+        ours, wanted = getattr(case.state, each.name), getattr(theirs.state, each.name)
+        assert ours is wanted is None or torch.equal(ours, wanted), each.name
 
 
 @pytest.mark.parametrize("num_dims", [3, 4])
@@ -1671,12 +1726,14 @@ def test_positions_in_all_dimensions_are_vllms(num_requests: int, num_rows: int,
 
 
 @pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
-@pytest.mark.parametrize("counts", [[1, 1, 1], [30], [1, 1, 1, 2, 9, 130]])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [30], [1, 1, 1, 2, 9, 130], [4, 4, 4, 4, 4], [4, 3, 2, 4, 20]])
 def test_a_step_with_prompts_leaves_what_vllms_leaves(
-    counts: list[int], block_sizes: tuple[int, ...]
+    counts: list[int], num_drafts: int, block_sizes: tuple[int, ...]
 ) -> None:
+    """Or with drafts behind last tokens: where all rows have all of them, such a step is replayed."""
     num_requests, num_rows, num_tokens = len(counts), len(counts) + 2, sum(counts) + 5
-    case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes)
+    case = make_mixed_case(counts, num_rows, num_tokens, block_sizes=block_sizes, num_drafts=num_drafts)
     theirs = case.copy()
     case.begin()
     run_interpreted(begin_as_vllm, theirs, num_requests)
@@ -1691,10 +1748,16 @@ def test_a_step_with_prompts_leaves_what_vllms_leaves(
     for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
         assert torch.equal(ours_of.block_table[rows], theirs_of.block_table[rows])
         assert torch.equal(ours_of.slot_mapping[:num_tokens], theirs_of.slot_mapping[:num_tokens])
-    end_step(case.slots, case.tokens, case.state, case.rows)
-    run_interpreted(end_as_vllm, theirs, num_requests)
+    if num_drafts and {*counts} == {num_drafts + 1}:
+        new_tokens, num_sampled = make_sampled(case, num_drafts)
+        end_step(case.slots, new_tokens, case.state, num_sampled=num_sampled)
+        run_interpreted(end_drafts_as_vllm, theirs, num_requests, new_tokens, num_sampled)
+    else:
+        end_step(case.slots, case.tokens, case.state, case.rows)
+        run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):
-        assert torch.equal(getattr(case.state, each.name), getattr(theirs.state, each.name)), each.name
+        ours, wanted = getattr(case.state, each.name), getattr(theirs.state, each.name)
+        assert ours is wanted is None or torch.equal(ours, wanted), each.name
 
 
 # What vLLM's metadata builders leave where graphs of decodes read it: the backend, and what graphs hold of metadata.

@@ -1,9 +1,9 @@
 """Inputs of a step from the state of its requests, and that state moved on by the step's tokens.
 
-A row of a decode step is a request that gets one token; a row of a mixed step may also compute part of a prompt. Its
-state lives in a slot of larger tensors, and ``slots`` says in which. Rows without a request come last and have slot -1.
-They get inputs that no kernel computes anything from, and no slot changes for them, so one CUDA graph serves any number
-of requests up to its rows.
+A row of a decode step is a request that gets one token; a row of a mixed step may compute part of a prompt, or drafts.
+Its state lives in a slot of larger tensors, and ``slots`` says in which. Rows without a request come last and have slot
+-1. They get inputs that no kernel computes anything from, and no slot changes for them, so one CUDA graph serves any
+number of requests up to its rows.
 """
 
 from __future__ import annotations
@@ -128,14 +128,15 @@ def begin_mixed_step(
     max_query_len: int,
     padding_slot: int,
 ) -> None:
-    """Write the inputs of a step that computes parts of prompts beside, or instead of, last tokens.
+    """Write the inputs of a step with several tokens in a row: parts of prompts, or a last token and drafts behind it.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
     there. Block tables are written as by ``begin_decode_step``. Groups with states are not served.
 
     Args:
-        computed_tokens: of rows with one token, which decode attention takes, and of rows with more of them; -1 in all
-            other rows.
+        state: with drafts, a row that is no prompt has up to all of its slot's behind its last token.
+        computed_tokens: of rows that decode attention takes, which have one token, or as many as one with all drafts;
+            and of rows with more of them; -1 in all other rows.
         num_tokens: T, with padding.
         max_query_len: of a row, at least.
         padding_slot: in ``request_slots`` of rows without a request.
@@ -155,14 +156,21 @@ def begin_mixed_step(
     inputs.seq_lens[:num_rows] = computed + counts
     inputs.query_start_loc[: num_rows + 1] = rows.query_start_loc
     inputs.request_slots[:num_rows] = torch.where(is_real, rows.slots, padding_slot)
-    computed_tokens[0, :num_rows] = torch.where(is_real & (counts == 1), computed, -1)
-    computed_tokens[1, :num_rows] = torch.where(is_real & (counts > 1), computed, -1)
+    drafts = state.draft_tokens
+    num_drafts = 0 if drafts is None else drafts.shape[1]
+    is_decode = counts <= num_drafts + 1
+    computed_tokens[0, :num_rows] = torch.where(is_real & (counts > 0) & is_decode, computed, -1)
+    computed_tokens[1, :num_rows] = torch.where(is_real & ~is_decode, computed, -1)
     of_token = torch.repeat_interleave(torch.arange(num_rows), counts)
     num_real = len(of_token)
-    positions = computed[of_token] + torch.arange(num_real) - starts[of_token]
+    offsets = torch.arange(num_real) - starts[of_token]
+    positions = computed[of_token] + offsets
     slots = known[of_token]
-    last, from_prompt = state.last_tokens[slots], state.token_ids[slots, positions]
-    inputs.input_ids[:num_real] = torch.where(rows.is_prompt[of_token] != 0, from_prompt, last)
+    decoded, from_prompt = state.last_tokens[slots], state.token_ids[slots, positions]
+    if drafts is not None:
+        is_draft = (offsets > 0) & (offsets <= num_drafts)
+        decoded[is_draft] = drafts[slots[is_draft], offsets[is_draft] - 1]
+    inputs.input_ids[:num_real] = torch.where(rows.is_prompt[of_token] != 0, from_prompt, decoded)
     inputs.positions[:num_real] = positions
     inputs.is_padding[:num_tokens] = torch.arange(num_tokens) >= num_real
     for group in _without_states(groups):
@@ -212,6 +220,10 @@ def _check_mixed(
         query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
         request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
     )
+    if state.draft_tokens is not None:
+        check_tensors(
+            last_tokens=(state.last_tokens, "MR"), draft_tokens=(state.draft_tokens, "MR N", torch.int64)
+        )
     for index, group in enumerate(_without_states(groups)):
         check_tensors(
             slots=(rows.slots, "R"),
@@ -253,23 +265,52 @@ def write_block_ids(
 
 def end_step(
     slots: torch.Tensor,  # [R] int64
-    tokens: torch.Tensor,  # [R] int64
-    state: StepState,  # written
+    tokens: torch.Tensor,  # [R] int64, [R, N] with num_sampled
+    state: StepState,  # written, but for drafts
     rows: MixedRows | None = None,
+    num_sampled: torch.Tensor | None = None,  # [R] int32
 ) -> None:
-    """Append each row's new token to its request, and count the tokens that the step has computed.
+    """Append each row's new tokens to its request, and count the tokens that the step has computed.
 
     Args:
         slots: of each row; rows with -1 are left out.
         tokens: sampled by the step.
-        rows: of a mixed step, R of them: rows that are not due get no token. None: each row has computed one token.
+        rows: of a mixed step, R of them: rows that are not due get no token. None: each row has computed one token, or
+            as many as it gets.
+        num_sampled: of each row's N tokens, those that it gets, at least one: accepted drafts and one behind them. What
+            has been computed of other drafts does not count. None: one of one. Only without ``rows``.
 
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
+    if num_sampled is None:
+        tokens = tokens[..., None]
+    elif rows is not None:
+        raise ShapeError("num_sampled: expected None for a mixed step, got a tensor")
+    _check_end(slots, tokens, state, rows, num_sampled)
+    if slots.is_cuda:
+        from rose_backend.kernels.decode_step.steps import end_step as launch
+
+        return launch(slots, tokens, state, rows, num_sampled)
+    is_real = slots != NO_SLOT
+    num_new = torch.ones_like(slots, dtype=torch.int32) if num_sampled is None else num_sampled
+    num_computed = num_new if rows is None else rows.query_start_loc.diff()
+    state.num_computed_tokens[slots[is_real]] += num_computed[is_real]
+    is_due = is_real if rows is None else is_real & (rows.is_due != 0)
+    _append_tokens(slots[is_due], tokens[is_due], num_new[is_due], state)
+    return None
+
+
+def _check_end(
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    state: StepState,
+    rows: MixedRows | None,
+    num_sampled: torch.Tensor | None,
+) -> None:
     check_tensors(
         slots=(slots, "R", torch.int64),
-        tokens=(tokens, "R", torch.int64),
+        tokens=(tokens, "R 1" if num_sampled is None else "R N", torch.int64),
         num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
         last_tokens=(state.last_tokens, "MR", torch.int64),
         total_lens=(state.total_lens, "MR", torch.int32),
@@ -278,27 +319,29 @@ def end_step(
     counts = state.output_counts
     if counts is not None:
         check_tensors(last_tokens=(state.last_tokens, "MR"), output_counts=(counts, "MR V", torch.int32))
+    if num_sampled is not None:
+        check_tensors(slots=(slots, "R"), num_sampled=(num_sampled, "R", torch.int32))
     if rows is not None:
         check_tensors(
             slots=(slots, "R"),
             of_rows=(rows.query_start_loc[1:], "R", torch.int32),
             is_due=(rows.is_due, "R", torch.int32),
         )
-    if slots.is_cuda:
-        from rose_backend.kernels.decode_step.steps import end_step as launch
 
-        return launch(slots, tokens, state, rows)
-    is_real = slots != NO_SLOT
-    num_new = torch.ones_like(slots, dtype=torch.int32) if rows is None else rows.query_start_loc.diff()
-    state.num_computed_tokens[slots[is_real]] += num_new[is_real]
-    is_due = is_real if rows is None else is_real & (rows.is_due != 0)
-    slots, tokens = slots[is_due], tokens[is_due]
-    state.last_tokens[slots] = tokens
-    state.token_ids[slots, state.total_lens[slots].long()] = tokens.int()
-    state.total_lens[slots] += 1
-    if counts is not None:
-        counts[slots, tokens] += 1
-    return None
+
+def _append_tokens(
+    slots: torch.Tensor, tokens: torch.Tensor, num_new: torch.Tensor, state: StepState
+) -> None:
+    of_row = torch.repeat_interleave(torch.arange(len(slots)), num_new)
+    places = torch.arange(len(of_row)) - (num_new.cumsum(0) - num_new)[of_row]
+    appended, owners = tokens[of_row, places], slots[of_row]
+    state.last_tokens[slots] = tokens[torch.arange(len(slots)), num_new.long() - 1]
+    state.token_ids[owners, state.total_lens[owners].long() + places] = appended.int()
+    state.total_lens[slots] += num_new
+    if state.output_counts is not None:
+        # The same token may come twice.
+        ones = torch.ones_like(appended, dtype=torch.int32)
+        state.output_counts.index_put_((owners, appended), ones, accumulate=True)
 
 
 def advance_rows(

@@ -210,6 +210,17 @@ def _pad_tokens(
             tl.store(is_padding_ptr + tokens, mask, mask=mask)
 
 
+@triton.jit
+def _decoded_ids(last_tokens_ptr, draft_tokens_ptr, num_drafts, slot, offsets, mask):
+    """Return the tokens of a row that is no prompt, by their place in the row: the last one, and drafts behind it."""
+    ids = tl.zeros_like(offsets) + tl.load(last_tokens_ptr + slot).to(tl.int32)
+    if draft_tokens_ptr is not None:
+        is_draft = mask & (offsets > 0) & (offsets <= num_drafts)
+        drafts = tl.load(draft_tokens_ptr + slot * num_drafts + offsets - 1, mask=is_draft, other=0)
+        ids = tl.where(is_draft, drafts.to(tl.int32), ids)
+    return ids
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "padding_slot"])
 def _begin_mixed_kernel(
     slots_ptr,  # [R] int64
@@ -219,6 +230,8 @@ def _begin_mixed_kernel(
     last_tokens_ptr,  # [MR] int64
     token_ids_ptr,  # [MR, S] int32
     token_ids_stride,
+    draft_tokens_ptr,  # [MR, N] int64; None: N is 0
+    num_drafts,  # N
     input_ids_ptr,  # [T] int32  written
     positions_ptr,  # [T] int64  written
     seq_lens_ptr,  # [R] int32  written
@@ -260,7 +273,7 @@ def _begin_mixed_kernel(
         slot_mapping_ptr + token_start + offsets, blocks * block_size + positions % block_size, mask=mask
     )
     if is_first_group:
-        ids = tl.full((TOKENS_TILE,), 0, tl.int32) + tl.load(last_tokens_ptr + known).to(tl.int32)
+        ids = _decoded_ids(last_tokens_ptr, draft_tokens_ptr, num_drafts, known, offsets, mask)
         if tl.load(is_prompt_ptr + row) != 0:
             ids = tl.load(token_ids_ptr + known * token_ids_stride + positions, mask=mask, other=0)
         tl.store(input_ids_ptr + token_start + offsets, ids, mask=mask)
@@ -271,8 +284,9 @@ def _begin_mixed_kernel(
             tl.store(seq_lens_ptr + row, computed + count)
             tl.store(query_start_ptr + row + 1, token_end)
             tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
-            tl.store(decode_computed_ptr + row, tl.where(is_real & (count == 1), computed, -1))
-            tl.store(prompt_computed_ptr + row, tl.where(is_real & (count > 1), computed, -1))
+            is_decode = count <= num_drafts + 1
+            tl.store(decode_computed_ptr + row, tl.where(is_real & (count > 0) & is_decode, computed, -1))
+            tl.store(prompt_computed_ptr + row, tl.where(is_real & ~is_decode, computed, -1))
             if row == 0:
                 tl.store(query_start_ptr, 0)
         num_columns = tl.where(is_real, (computed + count - 1) // block_size + 1, width)
@@ -303,7 +317,9 @@ def _write_kernel(
 @triton.jit
 def _end_kernel(
     slots_ptr,  # [R] int64
-    tokens_ptr,  # [R] int64
+    tokens_ptr,  # [R, N] int64
+    tokens_stride,
+    num_sampled_ptr,  # [R] int32, None: one
     computed_ptr,  # [MR] int32  written
     last_tokens_ptr,  # [MR] int64  written
     total_lens_ptr,  # [MR] int32  written
@@ -318,22 +334,29 @@ def _end_kernel(
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
-        token = tl.load(tokens_ptr + row)
         total = tl.load(total_lens_ptr + slot)
         computed = tl.load(computed_ptr + slot)
         num_new = 1
+        if num_sampled_ptr is not None:
+            num_new = tl.load(num_sampled_ptr + row)
+        num_computed = num_new
         is_due = True
         if starts_ptr is not None:
-            num_new = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
+            num_computed = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
             is_due = tl.load(is_due_ptr + row) != 0
-        tl.store(computed_ptr + slot, computed + num_new)
+        tl.store(computed_ptr + slot, computed + num_computed)
         if is_due:
-            tl.store(last_tokens_ptr + slot, token)
-            tl.store(token_ids_ptr + slot * token_ids_stride + total, token.to(tl.int32))
-            tl.store(total_lens_ptr + slot, total + 1)
-            if COUNTS:
-                count_ptr = counts_ptr + slot * counts_stride + token
-                tl.store(count_ptr, tl.load(count_ptr) + 1)
+            row_tokens_ptr = tokens_ptr + row.to(tl.int64) * tokens_stride
+            row_ids_ptr = token_ids_ptr + slot * token_ids_stride + total
+            tl.store(last_tokens_ptr + slot, tl.load(row_tokens_ptr + num_new - 1))
+            tl.store(total_lens_ptr + slot, total + num_new)
+            # One after the other: the same token may come twice.
+            for place in range(num_new):
+                token = tl.load(row_tokens_ptr + place)
+                tl.store(row_ids_ptr + place, token.to(tl.int32))
+                if COUNTS:
+                    count_ptr = counts_ptr + slot * counts_stride + token
+                    tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
 def begin_decode_step(
@@ -392,7 +415,7 @@ def begin_mixed_step(
     Args:
         sizes: ``num_tokens`` and ``max_query_len``.
     """
-    num_rows = len(rows.slots)
+    num_rows, drafts = len(rows.slots), state.draft_tokens
     num_tokens, max_query_len = sizes
     # With one more program for tokens of no row.
     grid = (num_rows + 1, max(triton.cdiv(max_query_len, _TOKENS_TILE), 1), len(groups.groups))
@@ -404,6 +427,8 @@ def begin_mixed_step(
         state.last_tokens,
         state.token_ids,
         state.token_ids.stride(0),
+        drafts,
+        0 if drafts is None else drafts.shape[1],
         inputs.input_ids,
         inputs.positions,
         inputs.seq_lens,
@@ -439,9 +464,10 @@ def write_block_ids(
 
 def end_step(
     slots: torch.Tensor,  # [R] int64
-    tokens: torch.Tensor,  # [R] int64
+    tokens: torch.Tensor,  # [R, N] int64
     state: StepState,  # written
     rows: MixedRows | None = None,
+    num_sampled: torch.Tensor | None = None,  # [R] int32
 ) -> None:
     """``rose_backend.kernels.decode_step.ops.end_step`` on a GPU."""
     counts = state.output_counts
@@ -450,6 +476,8 @@ def end_step(
     _end_kernel[(len(slots),)](
         slots,
         tokens,
+        tokens.stride(0),
+        num_sampled,
         state.num_computed_tokens,
         state.last_tokens,
         state.total_lens,

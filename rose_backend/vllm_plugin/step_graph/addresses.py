@@ -24,7 +24,7 @@ from rose_backend.kernels.gpu_properties import current_workspace
 
 _OWNERS = (
     *("model", "kv_caches", "input_buffers", "block_tables", "attn_groups", "cudagraph_manager"),
-    *("req_states", "sampler"),
+    *("req_states", "sampler", "rejection_sampler", "speculator"),
     # Of the state's other parts, outputs of encoders come and go.
     *(
         "model_state.rope_state",
@@ -38,6 +38,8 @@ _HELD_BY_ROSE_ALONE = (
     "cudagraph_manager.rose_",
     "req_states.",
     "sampler.",
+    "rejection_sampler.",
+    "speculator.",
     "Rose's workspace.",
 )
 """vLLM's graphs are of the layers, from the input buffers to the hidden states."""

@@ -45,13 +45,17 @@ class OutputBuffers:
         max_num_rows: of a step.
         num_words: of a row's ``ReportRecord``; 0 without reports.
         device: where the tokens are.
+        max_num_tokens: of a row: one, or one behind all drafts.
     """
 
-    def __init__(self, max_num_rows: int, num_words: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_rows: int, num_words: int, device: torch.device, max_num_tokens: int = 1
+    ) -> None:
         is_cuda = device.type == "cuda"
         self._buffers = [
             (
-                torch.empty(max_num_rows, 1, dtype=torch.int64, pin_memory=is_cuda),
+                torch.empty(max_num_rows, max_num_tokens, dtype=torch.int64, pin_memory=is_cuda),
+                torch.empty(max_num_rows, dtype=torch.int32, pin_memory=is_cuda),
                 torch.empty(max_num_rows, num_words, dtype=torch.int64, pin_memory=is_cuda),
                 # As vLLM's: a thread that waits sleeps, rather than holding a lock of the driver.
                 torch.cuda.Event(blocking=True) if is_cuda else None,
@@ -60,15 +64,27 @@ class OutputBuffers:
         ]
         self._num_steps = 0
 
-    def copy(self, batch: ReplayedBatch, tokens: torch.Tensor, record: torch.Tensor | None) -> ReplayedOutput:
-        """Start to copy the tokens of one step, [R] int64, after what has been launched so far, and its record.
+    def copy(
+        self,
+        batch: ReplayedBatch,
+        tokens: torch.Tensor,
+        record: torch.Tensor | None = None,
+        num_sampled: torch.Tensor | None = None,
+    ) -> ReplayedOutput:
+        """Start to copy the tokens of one step, after what has been launched so far, and its record.
 
         The copies are on the stream of the steps: the next one overwrites ``tokens`` only after them.
+
+        Args:
+            tokens: [R, ``max_num_tokens``] int64.
+            num_sampled: [R] int32, of each row's tokens; None: all, or none in rows without a token.
         """
         step, num_rows = self._num_steps, len(batch.request_ids)
         self._num_steps += 1
-        on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
-        on_cpu[:num_rows].copy_(tokens[:num_rows].view(-1, 1), non_blocking=True)
+        on_cpu, counts_on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
+        on_cpu[:num_rows].copy_(tokens[:num_rows], non_blocking=True)
+        if num_sampled is not None:
+            counts_on_cpu[:num_rows].copy_(num_sampled[:num_rows], non_blocking=True)
         if record is not None:
             record_on_cpu[:num_rows].copy_(record[:num_rows], non_blocking=True)
         if event is not None:
@@ -76,16 +92,19 @@ class OutputBuffers:
         return ReplayedOutput(self, step, batch)
 
     def read(self, step: int, batch: ReplayedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
-        """Wait for a step, counted from 0; return each row's list, of a token or none, and a copy of what it reports.
+        """Wait for a step, counted from 0; return each row's list of tokens, and a copy of what it reports.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
         """
-        on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
+        on_cpu, counts_on_cpu, record_on_cpu, event = self._buffers[step % NUM_BUFFERS]
         num_rows = len(batch.request_ids)
         if event is not None:
             event.synchronize()
         tokens: list[list[int]] = on_cpu[:num_rows].tolist()
+        if on_cpu.shape[1] > 1:
+            for of_row, count in zip(tokens, counts_on_cpu[:num_rows].tolist(), strict=True):
+                del of_row[count:]
         for row in batch.rows_without_token:
             tokens[row] = []
         # A later step writes to this memory, perhaps before the front end has been told.

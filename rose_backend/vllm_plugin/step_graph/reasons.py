@@ -14,7 +14,10 @@ from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from rose_backend.kernels.attention.ops import MAX_QUERY_LEN
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.options import (
@@ -56,6 +59,10 @@ FIELDS_OF_OTHER_STEPS = tuple(
 )
 """Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
 
+_FIELDS_OF_DRAFTS = ("scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule")
+REJECTION_METHODS = ("standard", "block", "synthetic")
+"""vLLM's ``rejection_sample_method`` values that ends of steps with drafts know."""
+
 STATE_BUILDERS: dict[type, tuple[str, str | None]] = {
     GDNAttentionMetadataBuilder: ("non_spec_state_indices_tensor", "non_spec_query_start_loc"),
     Mamba2AttentionMetadataBuilder: ("state_indices_tensor_d", None),
@@ -74,7 +81,6 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
     state, sampler, manager = runner.model_state, runner.sampler, runner.cudagraph_manager
     config = runner.vllm_config
     reasons = {
-        "drafts": runner.speculative_config is not None or runner.use_aux_hidden_state_outputs,
         "pipeline parallelism": runner.use_pp,
         "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
         "microbatches": runner.ubatch_runner is not None,
@@ -93,7 +99,8 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
     }
     return (
-        first_reason(reasons)
+        _why_drafts_need_vllms_steps(runner)
+        or first_reason(reasons)
         or why_ranks_do_not_replay_together(config)
         or _why_model_inputs_are_not_replayed(runner)
         or why_adapters_need_vllms_steps(config)
@@ -101,6 +108,26 @@ def why_engine_is_not_replayed(runner: Any) -> str | None:
         or _why_attention_is_not_replayed(runner)
         or _why_states_are_not_replayed(runner)
     )
+
+
+def _why_drafts_need_vllms_steps(runner: Any) -> str | None:
+    """Return why steps of an engine with drafts are vLLM's; None if they may be replayed, or there are no drafts."""
+    if runner.speculative_config is None:
+        return None
+    rejection, state = runner.rejection_sampler, runner.model_state
+    reasons = {
+        "drafts other than n-grams": type(runner.speculator) is not NgramGPUSpeculator,
+        "more drafts than decode attention takes": runner.decode_query_len > MAX_QUERY_LEN,
+        "another rejection sampler": type(rejection) is not RejectionSampler
+        or rejection.watermark_key is not None
+        or runner.speculative_config.rejection_sample_method not in REJECTION_METHODS,
+        "adaptive verification": runner.adaptive_verification is not None,
+        "drafts with data parallelism": runner.dp_size > 1,
+        "drafts beside LoRA": runner.lora_config is not None,
+        "drafts beside states": type(state) is MambaHybridModelState,
+        "drafts of a multimodal model": state.supports_mm_inputs or state.rope_state is not None,
+    }
+    return first_reason(reasons)
 
 
 def _why_model_inputs_are_not_replayed(runner: Any) -> str | None:
@@ -164,6 +191,30 @@ def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
     if output.scheduled_cached_reqs.resumed_req_ids:
         return "resumed requests"
     return None if output.total_num_scheduled_tokens else "no tokens"
+
+
+def why_drafts_are_not_replayed(output: SchedulerOutput, num_drafts: int) -> str | None:
+    """Return why a step of an engine with drafts is not replayed; None if each request decodes with all its drafts."""
+    for name in FIELDS_OF_OTHER_STEPS:
+        if name not in _FIELDS_OF_DRAFTS and getattr(output, name):
+            return name
+    num_requests, drafts = len(output.num_scheduled_tokens), output.scheduled_spec_decode_tokens
+    reasons = {
+        "no tokens": not num_requests,
+        "resumed requests": bool(output.scheduled_cached_reqs.resumed_req_ids),
+        "structured output beside drafts": output.has_structured_output_requests,
+        "prompts beside drafts": any(getattr(output, name) for name in FIELDS_OF_MIXED_STEPS),
+        "another number of drafts": output.num_spec_tokens_to_schedule != num_drafts,
+    }
+    if (reason := first_reason(reasons)) is not None:
+        return reason
+    # No row has more drafts than that, nor fewer tokens than drafts and one.
+    is_full = (
+        len(drafts) == len(output.scheduled_cached_reqs.req_ids) == num_requests
+        and sum(map(len, drafts.values())) == num_requests * num_drafts
+        and output.total_num_scheduled_tokens == num_requests * (num_drafts + 1)
+    )
+    return None if is_full else "rows with fewer drafts, or parts of prompts"
 
 
 def has_prompts(output: SchedulerOutput) -> bool:

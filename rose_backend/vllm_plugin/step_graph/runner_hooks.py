@@ -23,8 +23,10 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
     largest_of_ranks,
     which_graphs_hold,
 )
+from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps, max_num_logits
 from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
+from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 
 PROFILED_GRAPHS = 9
 """Full graphs that are captured to estimate the memory of all; vLLM's own choice is the two largest.
@@ -66,8 +68,8 @@ _MOST_NAMES = 20
 """That the log gives of what has moved."""
 
 
-def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> StepGraphs:
-    steps = StepGraphs(runner)
+def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps:
+    steps = StepGraphs(runner) if runner.speculative_config is None else DraftSteps(runner)
     steps.capture(stream)
     # Attributes of the graphs' owner, so that they go when it does.
     manager = runner.cudagraph_manager
@@ -83,13 +85,13 @@ def _drop_steps(manager: Any) -> None:
         steps.close()
 
 
-def _steps_of(runner: Any) -> StepGraphs | None:
+def _steps_of(runner: Any) -> WholeSteps | None:
     """Return the runner's steps, captured again if something that graphs hold has moved; None if it has none.
 
     With data-parallel ranks that run steps together it has none from then on.
     """
     manager = runner.cudagraph_manager
-    steps: StepGraphs | None = getattr(manager, "rose_step_graphs", None)
+    steps: WholeSteps | None = getattr(manager, "rose_step_graphs", None)
     if steps is None or not manager.rose_graph_addresses.may_differ:
         return steps
     moved = manager.rose_graph_addresses.find_moved()
@@ -204,7 +206,7 @@ def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[
     manager = runner.cudagraph_manager
     choose_stream = manager._capture_stream
     most = max(desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL])
-    shape = (min(most, runner.max_num_reqs), runner.model_config.get_hidden_size())
+    shape = (min(most, max_num_logits(runner)), runner.model_config.get_hidden_size())
     hidden_states = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
     logits = CapturedGraphs[int](lambda size, _: runner.model.compute_logits(hidden_states[:size]))
 

@@ -1,4 +1,4 @@
-"""Steps of one model runner as a few replays: Rose's prologue, vLLM's own graph of the layers, Rose's ends.
+"""Steps without drafts as a few replays: Rose's prologue, vLLM's own graph of the layers, Rose's ends.
 
 The prologue makes the inputs from the requests' state. An end computes logits, samples and moves that state on: there
 is one for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
@@ -11,7 +11,6 @@ prologue is launched, as it depends on the chunks, and they have one end, for an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,21 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import graph_capture
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
-from rose_backend.errors import IntegrityError
 from rose_backend.kernels.arguments import MixedRows
 from rose_backend.kernels.captured_graphs import CapturedGraphs, size_for
 from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
     begin_decode_step,
-    begin_mixed_step,
     end_step,
-    write_block_ids,
 )
 from rose_backend.vllm_plugin.captured_processors import (
     GrammarMasks,
@@ -41,17 +35,12 @@ from rose_backend.vllm_plugin.captured_processors import (
     why_graphs_do_not_report,
 )
 from rose_backend.vllm_plugin.options import first_reason
-from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
-from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
 from rose_backend.vllm_plugin.step_graph.inputs import (
     MixedStep,
     ModelInputs,
-    copies_of,
-    groups_of,
-    inputs_of,
     row_inputs,
-    state_of,
 )
 from rose_backend.vllm_plugin.step_graph.outputs import OutputBuffers, ReplayedBatch, ReplayedOutput
 from rose_backend.vllm_plugin.step_graph.reasons import (
@@ -59,10 +48,7 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     has_prompts,
     why_step_is_not_replayed,
 )
-from rose_backend.vllm_plugin.step_graph.votes import StepVotes
-
-End = tuple[str, int]
-"""``greedy``, ``drawn``, ``processed`` or ``mixed``; and the number of rows."""
+from rose_backend.vllm_plugin.step_graph.whole_steps import End, WholeSteps, decode_graphs
 
 _ENDS_WITH_MASKS = ("processed", "mixed")
 _MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
@@ -70,42 +56,28 @@ _MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320
 they only save rows of the head's product, in steps that take longer anyway."""
 
 
-class StepGraphs:
-    """Captures and replays the steps of one model runner.
+class StepGraphs(WholeSteps):
+    """Steps without drafts, each of whose requests gets one token, or computes a part of its prompt.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
-
-    Attributes:
-        votes: of data-parallel ranks on what ``launch`` was asked to run last.
     """
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._manager = runner.cudagraph_manager
-        self.votes = StepVotes(runner)
+        super().__init__(runner, query_len=1)
         sampler = runner.sampler
-        self._sampler = sampler
-        self._prefill_lens = runner.req_states.prefill_len.np
-        self._temperatures = sampler.sampling_states.temperature.np
         # Rose's, where draws are replayed.
         self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
-        self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=0)
-        self._adapters = StepAdapters(runner)
         # Of vLLM's graphs with products of adapters; it has others without.
         self._adapted_desc_of = (
-            _decode_graphs(self._manager, runner.max_num_reqs, num_adapters=1) if self._adapters.is_on else {}
+            decode_graphs(self._manager, runner.max_num_reqs, 1, num_adapters=1)
+            if self._adapters.is_on
+            else {}
         )
-        self._sizes = sorted({desc.num_tokens for desc in self._desc_of.values()}, reverse=True)
-        most = max(self._sizes, default=0)
-        device = runner.device
+        most, device = self._max_num_rows, runner.device
         self._slots = torch.full((most,), NO_SLOT, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._state = state_of(runner)
-        self._inputs = inputs_of(runner, max(most, runner.max_num_reqs))
         self._model_inputs = ModelInputs(runner, most)
-        self._groups = groups_of(runner)
-        self._copies = copies_of(runner)
         self._mixed_sizes: list[int] = []
         self._begins = CapturedGraphs[int](self._begin, capture_error_mode="thread_local")
         parts: tuple[Callable[[End, Any], Any], ...] = (self._end,)
@@ -115,6 +87,7 @@ class StepGraphs:
             self._masks = GrammarMasks(most, runner.vocab_size, device)
             self._record = ReportRecord(most, runner.vocab_size, device)
             parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
+            self._num_parts = len(parts)
         if self._replayed is not None and not self._groups.has_states:
             self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
             self._row_inputs = row_inputs(max(most, runner.max_num_reqs), device)
@@ -123,95 +96,46 @@ class StepGraphs:
             self._last_hidden = torch.zeros_like(self._manager.hidden_states[:most])
         self._ends = CapturedGraphs[End](*parts, capture_error_mode="thread_local")
         self._buffers = OutputBuffers(most, num_words, device)
-        self._armed: ReplayedBatch | None = None
-        # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
-        self._waiting: ReplayedBatch | None = None
-        self._pending: ReplayedOutput | None = None
-        self._finished_req_ids: set[str] = set()
         self._padded_rows = 0
         self._padded_last_rows = 0
-        self._compute_logits = runner.model.compute_logits
-        # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
-        runner.model.compute_logits = self._compute_padded_logits
-
-    def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture prologue and ends of vLLM's decode graphs, captured on ``stream``, and the ends of mixed steps."""
-        self.stream = stream
-        start = time.perf_counter()
-        free_before = torch.cuda.mem_get_info()[0]
-        runner, manager = self._runner, self._manager
-        # Tensors were just filled on another stream: a kernel that reads indices must not find what was there before.
-        stream.wait_stream(torch.cuda.current_stream())
-        with (
-            graph_capture(device=runner.device),
-            # Products have a workspace on each stream.
-            torch.cuda.stream(stream),
-            self._adapters.in_one_row(),
-            cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
-        ):
-            self._ends.capture(self._all_ends(), pool, stream)
-            self._begins.capture(self._sizes, pool, stream)
-        # Compiled before steps need them.
-        write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
-        if self._mixed_sizes:
-            self._upload_rows([], [], [], [])
-            # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
-            self._begin_mixed(1, 1, 1)
-        stream.synchronize()
-        num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
-        logger.info(
-            "Rose step graph: steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
-            max(self._desc_of, default=0),
-            len(self._all_ends()) * (1 if self._replayed is None else 2) + len(self._sizes),
-            time.perf_counter() - start,
-            num_bytes / (1 << 30),
-        )
-
-    def close(self) -> None:
-        """Give the graphs back, and the model its own product with the head. Outputs may still be read.
-
-        Raises:
-            IntegrityError: nobody asked for the tokens of the last step.
-        """
-        self._check_nothing_is_pending()
-        self._runner.model.compute_logits = self._compute_logits
-        self._begins.release()
-        self._ends.release()
-
-    def _check_nothing_is_pending(self) -> None:
-        if self._pending is not None or self._waiting is not None:
-            raise IntegrityError("step graph: the step before was never asked for its tokens")
 
     def _all_ends(self) -> list[End]:
+        """Return ``greedy``, ``drawn``, ``processed`` and ``mixed`` ones."""
         kinds = ("greedy",) if self._replayed is None else ("processed", "greedy", "drawn")
         mixed = [("mixed", size) for size in reversed(self._mixed_sizes)]
         return [*((kind, size) for kind in kinds for size in self._sizes), *mixed]
 
-    def launch(self, output: SchedulerOutput) -> bool:
-        """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
+    def _warm_up(self) -> None:
+        if self._mixed_sizes:
+            self._upload_rows([], [], [], [])
+            # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
+            self._begin_mixed(1, 1, 1)
 
-        Data-parallel ranks may have voted on it then, see ``votes``.
-
-        Raises:
-            IntegrityError: nobody asked for the tokens of the step before.
-        """
-        self._check_nothing_is_pending()
-        self.votes.begin_step()
+    def _run(self, output: SchedulerOutput) -> ReplayedBatch | str:
         run = self._run_mixed_layers if has_prompts(output) else self._run_layers
-        batch = why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
-        if isinstance(batch, str):
-            STEPS.count_vllm(batch)
-            self._armed = None
-            return False
-        self._finished_req_ids = output.finished_req_ids
+        return why_step_is_not_replayed(output) or self._why_state_is_not_replayed(output) or run(output)
+
+    def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
         if output.has_structured_output_requests:
             self._waiting = batch
-            return True
+            return
         if batch.end in _ENDS_WITH_MASKS:
             # Masks that a step before has left.
             self._masks.upload(None, batch.index_of)
         self._replay_end(batch, batch.end)
-        return True
+
+    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
+        """Return the output of the step that was launched last, sampled now if it has waited for these masks.
+
+        Raises:
+            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+        """
+        if self._waiting is not None:
+            batch, self._waiting = self._waiting, None
+            self._masks.upload(grammar_output, batch.index_of)
+            self._replay_end(batch, batch.end if batch.end in _ENDS_WITH_MASKS else "processed")
+            grammar_output = None
+        return super().take_output(grammar_output)
 
     def _why_state_is_not_replayed(self, output: SchedulerOutput) -> str | None:
         if output.has_structured_output_requests and self._replayed is None:
@@ -310,17 +234,6 @@ class StepGraphs:
             num_rows_of_end=num_rows_of_end,
             rows_without_token=tuple(row for row, is_row_due in enumerate(is_due) if not is_row_due),
         )
-
-    def _update_requests(self, output: SchedulerOutput) -> None:
-        """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
-        runner = self._runner
-        runner.finish_requests(output)
-        runner.free_states(output)
-        runner.add_requests(output)
-        runner.update_requests(output)
-        for request_id, updates in getattr(output, "encoder_input_updates", {}).items():
-            runner.encoder_cache.update_encoder_inputs(request_id, updates)
-        runner.block_tables.apply_staged_writes()
 
     def _run_mixed_layers(self, output: SchedulerOutput) -> ReplayedBatch | str:
         """Run the layers of a step with prompts, of this or another data-parallel rank, and return its batch.
@@ -427,23 +340,7 @@ class StepGraphs:
 
     def _begin_mixed(self, num_rows: int, num_tokens: int, max_query_len: int) -> None:
         """Write the inputs of a step with prompts, of ``num_rows`` rows and ``num_tokens`` tokens with padding."""
-        first, *others = (
-            each.get_metadata_builder().take_computed_tokens()
-            for of_group in self._runner.attn_groups
-            for each in of_group
-        )
-        begin_mixed_step(
-            self._rows.first(num_rows),
-            self._state,
-            self._inputs,
-            self._groups,
-            first,
-            num_tokens=num_tokens,
-            max_query_len=max_query_len,
-            padding_slot=self._runner.max_num_reqs,
-        )
-        for other in others:
-            other.copy_(first)
+        self._begin_rows(self._rows.first(num_rows), num_tokens, max_query_len)
 
     def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
         """Return why the tokens of requests are vLLM's to sample; None if an end can."""
@@ -456,27 +353,6 @@ class StepGraphs:
             "logits processors without Rose's sampler": self._sampler.needs_logits_processing[slots].any(),
         }
         return first_reason(reasons)
-
-    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
-        """Return the output of the step that was launched last; None if that step was vLLM's.
-
-        Args:
-            grammar_output: vLLM's masks for a step with structured output; None if no request has any.
-
-        Raises:
-            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
-        """
-        if self._waiting is not None:
-            batch, self._waiting = self._waiting, None
-            self._masks.upload(grammar_output, batch.index_of)
-            self._replay_end(batch, batch.end if batch.end in _ENDS_WITH_MASKS else "processed")
-        elif self._pending is not None and grammar_output is not None:
-            raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
-        output, self._pending = self._pending, None
-        if output is not None:
-            # Behind all that the step has launched, as in vLLM: it starts loads, submits stores and asks what is done.
-            output.kv_connector_output = self._runner.kv_connector.post_forward(self._finished_req_ids)
-        return output
 
     def note_vllm_step(self) -> None:
         """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
@@ -512,57 +388,12 @@ class StepGraphs:
         self._last_hidden[:num_last_rows].copy_(hidden_states)
         return self._compute_logits(self._last_hidden[:size])[:num_last_rows]
 
-    def _append_blocks(self, batch: ReplayedBatch, cached: CachedRequestData) -> None:
-        """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
-
-        In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
-        launches a Triton kernel over them: 91 us of the CPU's time for 32 rows of 256 (beside an H200), where one copy
-        and two small kernels take 63; with several KV cache groups it is one copy and one kernel. vLLM's own count of
-        blocks goes to the device with its next step. Columns that a sliding window has passed stay as they are, as in
-        vLLM's steps: attention reads no column before the window.
-        """
-        if not any(cached.new_block_ids):
-            return
-        grown = [
-            (request_id, batch.slots[request_id], block_ids)
-            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if block_ids is not None
-        ]
-        places: list[int] = []
-        new_blocks: list[int] = []
-        for index, group in enumerate(self._groups.groups):
-            num_blocks = self._runner.block_tables.num_blocks.np[index]
-            first_entry, width = self._groups.first_entries[index], group.state_table.shape[1]
-            for request_id, slot, of_groups in grown:
-                block_ids = of_groups[index]
-                start = int(num_blocks[slot])
-                end = start + len(block_ids)
-                if end > width:
-                    raise IntegrityError(
-                        f"step graph: request {request_id} gets blocks {start} to {end}, a row has {width}"
-                    )
-                row = first_entry + slot * width
-                places.extend(range(row + start, row + end))
-                new_blocks.extend(block_ids)
-                num_blocks[slot] = end
-        # torch keeps pinned memory until the copy has run.
-        writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
-        write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
-
-    def _run_graph_of_layers(self, desc: Any, num_rows: int, output: SchedulerOutput) -> None:
-        tables, connector = self._runner.block_tables, self._runner.kv_connector
-        if hasattr(tables, "_num_dirty_rows"):
-            # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
-            tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
-        # Without vLLM's input batch, which connectors outside of layers do not read.
-        connector.pre_forward(output)
-        self._manager.run_fullgraph(desc)
-        connector.finish_forward()
-
     def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
         has_report = batch.num_logprobs is not None
         self._ends.run((end, batch.num_rows_of_end), 2 if has_report else 1)
-        self._pending = self._buffers.copy(batch, self._tokens, self._record.words if has_report else None)
+        self._pending = self._buffers.copy(
+            batch, self._tokens[:, None], self._record.words if has_report else None
+        )
         STEPS.count_rose()
         if batch.draws:
             SAMPLES.count_rose(len(batch.request_ids))
@@ -625,13 +456,3 @@ class StepGraphs:
         num_logprobs = self._replayed.graphs.parameters["num_logprobs"]
         of_rows = num_logprobs.index_select(0, self._inputs.request_slots[:size])
         self._record.write(logits, self._tokens[:size], of_rows)
-
-
-def _decode_graphs(manager: Any, max_num_reqs: int, *, num_adapters: int) -> dict[int, Any]:
-    """Return vLLM's descriptor of the full decode graph for each number of requests that has one."""
-    found = {}
-    for num_requests in range(1, max_num_reqs + 1):
-        desc = manager.dispatch(num_requests, num_requests, 1, num_adapters, 1)
-        if desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == 1 and desc in manager.graphs:
-            found[num_requests] = desc
-    return found

@@ -58,6 +58,15 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         ends += 3 * (1 - case.rows.is_due[:num_requests])
         prefill_lens[slots] = ends * case.rows.is_prompt[:num_requests]
     inputs.query_start_loc[: num_rows + 1] = starts
+    drafts = (
+        torch.zeros(NUM_SLOTS, 0, dtype=torch.int64) if state.draft_tokens is None else state.draft_tokens
+    )
+    num_logits = torch.ones(num_requests, dtype=torch.int32)
+    if isinstance(case, MixedCase) and state.draft_tokens is not None:
+        counts = starts.diff()[:num_requests]
+        num_logits = torch.where(case.rows.is_prompt[:num_requests] == 0, counts, num_logits)
+    ends_of_logits = torch.zeros(num_requests + 1, dtype=torch.int32)
+    ends_of_logits[1:] = num_logits.cumsum(0)
     seq_lens = inputs.seq_lens[:num_rows]
     inputs_of.prepare_prefill_inputs(
         inputs.input_ids,
@@ -76,9 +85,9 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         starts,
         seq_lens,
         prefill_lens,
-        torch.zeros(NUM_SLOTS, 0, dtype=torch.int64),
-        torch.arange(num_requests + 1, dtype=torch.int32),
-        num_requests,
+        drafts,
+        ends_of_logits,
+        int(ends_of_logits[-1]),
     )
     groups = case.groups.groups
     last = state.num_computed_tokens.clone()
@@ -122,6 +131,26 @@ def positions_as_vllm(rope: Any, case: Case, num_requests: int) -> None:
         torch.arange(num_requests + 1, dtype=torch.int32),
         torch.zeros(NUM_SLOTS, dtype=torch.int32),
         case.state.num_computed_tokens,
+    )
+
+
+def end_drafts_as_vllm(
+    case: MixedCase, num_requests: int, tokens: torch.Tensor, num_sampled: torch.Tensor
+) -> None:
+    """Move the state of rows with drafts on as vLLM's runner does."""
+    inputs_of, _, _ = vllm_modules()
+    state, starts = case.state, case.rows.query_start_loc[: num_requests + 1]
+    inputs_of.post_update(
+        case.slots[:num_requests].clone(),
+        state.num_computed_tokens,
+        state.last_tokens,
+        state.output_counts,
+        tokens[:num_requests].clone(),
+        num_sampled[:num_requests],
+        starts.diff() - num_sampled[:num_requests],
+        starts,
+        state.token_ids,
+        state.total_lens,
     )
 
 

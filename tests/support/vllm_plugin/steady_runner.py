@@ -62,7 +62,7 @@ class Desc:
 
     @property
     def num_reqs(self) -> int:
-        return min(self.num_tokens, MAX_REQS)
+        return min(self.num_tokens // (self.uniform_token_count or 1), MAX_REQS)
 
 
 class Tables:
@@ -112,6 +112,10 @@ class Manager:
         max_query_len: int | None = None,
     ) -> Desc:
         captured_loras = MAX_LORAS + 1 if num_active_loras else 0
+        query_len = self._runner.decode_query_len
+        if uniform_token_count == query_len > 1:
+            size = next(size for size in SIZES if size * query_len >= num_tokens)
+            return Desc(size * query_len, uniform_token_count=query_len)
         if uniform_token_count == 1 and num_tokens <= SIZES[-1]:
             size = next(size for size in SIZES if size >= num_tokens)
             return Desc(size, num_active_loras=captured_loras)
@@ -149,7 +153,7 @@ class Manager:
                     computed = torch.maximum(decodes, prompts)
                     is_row = starts.diff() > 0
                     assert torch.equal((decodes >= 0).int() + (prompts >= 0).int(), is_row.int())
-                    assert torch.equal(prompts >= 0, starts.diff() > 1)
+                    assert torch.equal(prompts >= 0, starts.diff() > runner.decode_query_len)
                 lengths = computed[of_row] + offsets + 1
                 hidden += (5 + nth) * lengths
             table = runner.block_tables.input_block_tables[index][of_row].long()
@@ -192,6 +196,8 @@ class Runner:
         self.device = torch.device("cpu")
         self.dp_size, self.dp_rank, self.parallel_config = 1, 0, object()
         self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
+        self.speculative_config: Any = None
+        self.decode_query_len = 1
         self.groups = groups
         self.block_tables = Tables([block_size for block_size, _, _ in groups])
         ints = {"dtype": torch.int32}

@@ -1,0 +1,274 @@
+"""What all steps have in common that are replayed whole: capture, hand-over from and to vLLM's model runner."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from vllm.compilation import cudagraph_pool
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from rose_backend.errors import IntegrityError
+from rose_backend.kernels.arguments import MixedRows
+from rose_backend.kernels.captured_graphs import CapturedGraphs
+from rose_backend.kernels.decode_step.ops import begin_mixed_step, write_block_ids
+from rose_backend.vllm_plugin.plugin_logger import STEPS, logger
+from rose_backend.vllm_plugin.step_graph.adapters import StepAdapters
+from rose_backend.vllm_plugin.step_graph.inputs import copies_of, groups_of, inputs_of, state_of
+from rose_backend.vllm_plugin.step_graph.outputs import ReplayedBatch, ReplayedOutput
+from rose_backend.vllm_plugin.step_graph.votes import StepVotes
+
+End = tuple[str, int]
+"""How a step is sampled, and the number of rows."""
+
+
+class WholeSteps(ABC):
+    """Captures and replays the steps of one model runner.
+
+    A kind of steps says which of vLLM's graphs of the layers they have, what is captured before (``_begins``, by rows)
+    and behind (``_ends``), and when a step is replayed.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
+        query_len: tokens of each request in a step that only decodes.
+        max_num_tokens: of such a step; None: as many as vLLM's graphs take.
+
+    Attributes:
+        votes: of data-parallel ranks on what ``launch`` was asked to run last.
+    """
+
+    _begins: CapturedGraphs[int]
+    _ends: CapturedGraphs[End]
+    _num_parts = 1
+    """Graphs of an end."""
+
+    def __init__(self, runner: Any, query_len: int, max_num_tokens: int | None = None) -> None:
+        self._runner = runner
+        self._manager = runner.cudagraph_manager
+        self.votes = StepVotes(runner)
+        self._sampler = runner.sampler
+        self._prefill_lens = runner.req_states.prefill_len.np
+        self._temperatures = runner.sampler.sampling_states.temperature.np
+        self._adapters = StepAdapters(runner)
+        self._query_len = query_len
+        self._desc_of = {
+            num_requests: desc
+            for num_requests, desc in decode_graphs(
+                self._manager, runner.max_num_reqs, query_len, num_adapters=0
+            ).items()
+            if max_num_tokens is None or desc.num_tokens <= max_num_tokens
+        }
+        self._sizes = sorted({desc.num_tokens // query_len for desc in self._desc_of.values()}, reverse=True)
+        self._max_num_rows = max(self._sizes, default=0)
+        self._state = state_of(runner)
+        self._inputs = inputs_of(runner, max(self._max_num_rows, runner.max_num_reqs))
+        self._groups = groups_of(runner)
+        self._copies = copies_of(runner)
+        self._armed: ReplayedBatch | None = None
+        # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
+        self._waiting: ReplayedBatch | None = None
+        self._pending: ReplayedOutput | None = None
+        self._finished_req_ids: set[str] = set()
+        self._compute_logits = runner.model.compute_logits
+        # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
+        runner.model.compute_logits = self._compute_padded_logits
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture what surrounds vLLM's graphs, which were captured on ``stream``."""
+        self.stream = stream
+        start = time.perf_counter()
+        free_before = torch.cuda.mem_get_info()[0]
+        runner, manager = self._runner, self._manager
+        # Tensors were just filled on another stream: a kernel that reads indices must not find what was there before.
+        stream.wait_stream(torch.cuda.current_stream())
+        with (
+            graph_capture(device=runner.device),
+            # Products have a workspace on each stream.
+            torch.cuda.stream(stream),
+            self._adapters.in_one_row(),
+            cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
+        ):
+            self._ends.capture(self._all_ends(), pool, stream)
+            self._begins.capture(self._sizes, pool, stream)
+        # Compiled before steps need them.
+        write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
+        self._warm_up()
+        stream.synchronize()
+        num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
+        logger.info(
+            "Rose step graph: steps of up to %d requests%s are replayed whole; %d graphs, %.1f s, %.2f GiB",
+            max(self._desc_of, default=0),
+            f" with {self._query_len - 1} drafts each" if self._query_len > 1 else "",
+            len(self._all_ends()) * self._num_parts + len(self._sizes),
+            time.perf_counter() - start,
+            num_bytes / (1 << 30),
+        )
+
+    def close(self) -> None:
+        """Give the graphs back, and the model its own product with the head. Outputs may still be read.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the last step.
+        """
+        self._check_nothing_is_pending()
+        self._runner.model.compute_logits = self._compute_logits
+        self._begins.release()
+        self._ends.release()
+
+    def _check_nothing_is_pending(self) -> None:
+        if self._pending is not None or self._waiting is not None:
+            raise IntegrityError("step graph: the step before was never asked for its tokens")
+
+    @abstractmethod
+    def _all_ends(self) -> list[End]:
+        """Return what is captured of ``_ends``; the largest logits first."""
+
+    def _warm_up(self) -> None:  # noqa: B027
+        """Launch what steps launch beside their graphs; nothing here."""
+
+    def launch(self, output: SchedulerOutput) -> bool:
+        """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
+
+        Data-parallel ranks may have voted on it then, see ``votes``.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the step before.
+        """
+        self._check_nothing_is_pending()
+        self.votes.begin_step()
+        batch = self._run(output)
+        if isinstance(batch, str):
+            STEPS.count_vllm(batch)
+            self._armed = None
+            return False
+        self._finished_req_ids = output.finished_req_ids
+        self._sample(batch, output)
+        return True
+
+    @abstractmethod
+    def _run(self, output: SchedulerOutput) -> ReplayedBatch | str:
+        """Run the layers of a step, and return its batch; or return why the step is vLLM's, having changed nothing."""
+
+    @abstractmethod
+    def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
+        """Replay the end of a step, and make ``_pending`` its output, unless that has to wait."""
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
+        runner = self._runner
+        runner.finish_requests(output)
+        runner.free_states(output)
+        runner.add_requests(output)
+        runner.update_requests(output)
+        for request_id, updates in getattr(output, "encoder_input_updates", {}).items():
+            runner.encoder_cache.update_encoder_inputs(request_id, updates)
+        runner.block_tables.apply_staged_writes()
+
+    def _append_blocks(self, batch: ReplayedBatch, cached: CachedRequestData) -> None:
+        """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
+
+        In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
+        launches a Triton kernel over them: 91 us of the CPU's time for 32 rows of 256 (beside an H200), where one copy
+        and two small kernels take 63; with several KV cache groups it is one copy and one kernel. vLLM's own count of
+        blocks goes to the device with its next step. Columns that a sliding window has passed stay as they are, as in
+        vLLM's steps: attention reads no column before the window.
+        """
+        if not any(cached.new_block_ids):
+            return
+        grown = [
+            (request_id, batch.slots[request_id], block_ids)
+            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if block_ids is not None
+        ]
+        places: list[int] = []
+        new_blocks: list[int] = []
+        for index, group in enumerate(self._groups.groups):
+            num_blocks = self._runner.block_tables.num_blocks.np[index]
+            first_entry, width = self._groups.first_entries[index], group.state_table.shape[1]
+            for request_id, slot, of_groups in grown:
+                block_ids = of_groups[index]
+                start = int(num_blocks[slot])
+                end = start + len(block_ids)
+                if end > width:
+                    raise IntegrityError(
+                        f"step graph: request {request_id} gets blocks {start} to {end}, a row has {width}"
+                    )
+                row = first_entry + slot * width
+                places.extend(range(row + start, row + end))
+                new_blocks.extend(block_ids)
+                num_blocks[slot] = end
+        # torch keeps pinned memory until the copy has run.
+        writes = torch.tensor(
+            [places, new_blocks], dtype=torch.int64, pin_memory=self._runner.device.type == "cuda"
+        )
+        write_block_ids(writes.to(self._runner.device, non_blocking=True), self._groups)
+
+    def _run_graph_of_layers(self, desc: Any, num_rows: int, output: SchedulerOutput) -> None:
+        tables, connector = self._runner.block_tables, self._runner.kv_connector
+        if hasattr(tables, "_num_dirty_rows"):
+            # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
+            tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
+        # Without vLLM's input batch, which connectors outside of layers do not read.
+        connector.pre_forward(output)
+        self._manager.run_fullgraph(desc)
+        connector.finish_forward()
+
+    def _begin_rows(self, rows: MixedRows, num_tokens: int, max_query_len: int) -> None:
+        """Write the inputs of a step with several tokens in a row, ``num_tokens`` of them with padding."""
+        first, *others = (
+            each.get_metadata_builder().take_computed_tokens()
+            for of_group in self._runner.attn_groups
+            for each in of_group
+        )
+        begin_mixed_step(
+            rows,
+            self._state,
+            self._inputs,
+            self._groups,
+            first,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            padding_slot=self._runner.max_num_reqs,
+        )
+        for other in others:
+            other.copy_(first)
+
+    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
+        """Return the output of the step that was launched last; None if that step was vLLM's.
+
+        Args:
+            grammar_output: vLLM's masks for a step with structured output; None if no request has any.
+
+        Raises:
+            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+        """
+        if self._pending is not None and grammar_output is not None:
+            raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
+        output, self._pending = self._pending, None
+        if output is not None:
+            # Behind all that the step has launched, as in vLLM: it starts loads, submits stores and asks what is done.
+            output.kv_connector_output = self._runner.kv_connector.post_forward(self._finished_req_ids)
+        return output
+
+    @abstractmethod
+    def note_vllm_step(self) -> None:
+        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
+
+    @abstractmethod
+    def _compute_padded_logits(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def decode_graphs(manager: Any, max_num_reqs: int, query_len: int, *, num_adapters: int) -> dict[int, Any]:
+    """Return vLLM's descriptor of the full decode graph for each number of requests that has one."""
+    found = {}
+    for num_requests in range(1, max_num_reqs + 1):
+        num_tokens = num_requests * query_len
+        desc = manager.dispatch(num_requests, num_tokens, query_len, num_adapters, query_len)
+        is_full = desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == query_len
+        if is_full and desc in manager.graphs:
+            found[num_requests] = desc
+    return found
