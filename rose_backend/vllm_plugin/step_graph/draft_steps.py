@@ -209,7 +209,7 @@ class DraftSteps(WholeSteps):
         of_logits = slice(start * query_len, end * query_len)
         logits = logits[of_logits]
         slots = self._inputs.request_slots[start:end]
-        slot_of_logit = slots[:, None].expand(-1, query_len).flatten()
+        slot_of_logit = slots.repeat_interleave(query_len)
         of, rejection = self._parameters, self._runner.rejection_sampler
         if kind == "drawn":
             # In memory of the graphs, which the KV cache has left room for.

@@ -112,6 +112,9 @@ def rejection_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As vLLM's for greedy requests, by loops."""
     num_rows = len(starts) - 1
+    # vLLM's kernels take no strides.
+    given = (draft_sampled, starts, pos, slots, slot_of_logit, places, temperature, seeds)
+    assert all(each.is_contiguous() for each in given)
     assert starts.tolist() == [row * (num_drafts + 1) for row in range(num_rows + 1)]
     assert places.tolist() == [*range(num_drafts + 1)] * num_rows
     assert slot_of_logit.tolist() == [slot for slot in slots.tolist() for _ in range(num_drafts + 1)]
