@@ -227,6 +227,25 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     return first_reason(reasons)
 
 
+def adapts_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether Rose's scheduler chooses, step by step, between all drafts that are asked for and none."""
+    return rose_options(vllm_config).adaptive_drafts and why_drafts_are_fixed(vllm_config) is None
+
+
+def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:
+    """Return why every step has as many drafts as are asked for; None if they may be left out."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return "no drafts"
+    reasons = {
+        "batched_scheduling off": not rose_options(vllm_config).batched_scheduling,
+        # Ranks would choose apart.
+        "drafts with data parallelism": vllm_config.parallel_config.data_parallel_size > 1,
+        "enable_adaptive_verification": speculative.enable_adaptive_verification,
+    }
+    return why_decodes_go_one_by_one(vllm_config) or first_reason(reasons)
+
+
 def why_steps_are_not_split(vllm_config: VllmConfig) -> str | None:
     """Return why a step cannot be scheduled in two parts, decoding requests at once and the rest after them by vLLM.
 

@@ -32,7 +32,7 @@ from rose_backend.vllm_plugin.captured_processors import (
     report_as_graphs,
     sampling_arrays,
 )
-from rose_backend.vllm_plugin.options import is_rose_selected, rose_options, why_no_graphs
+from rose_backend.vllm_plugin.options import adapts_drafts, is_rose_selected, rose_options, why_no_graphs
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 
@@ -251,11 +251,15 @@ def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
         if not is_sampler_chosen(vllm_config):
             return
         self._sample_random = RoseDraws(self, vllm_config)
-        if vllm_config.speculative_config is not None:
+        has_drafts = vllm_config.speculative_config is not None
+        if has_drafts:
             self.apply_sampling_params = functools.partial(_count_drafts, self, self.apply_sampling_params)
-        elif not (kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)):
+        if (not has_drafts or adapts_drafts(vllm_config)) and not (
+            kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)
+        ):
             if why_vllm_draws(vllm_config) is None and captures_draws(vllm_config):
-                self.sample = ReplayedSampling(self, functools.partial(_capture_draws, self))
+                make_graphs = functools.partial(_capture_draws, self)
+                self.sample = ReplayedSampling(self, make_graphs, has_drafts=has_drafts)
             copy_parameters_when_they_change(self)
 
     return __init__
@@ -387,16 +391,19 @@ class ReplayedSampling:
     Args:
         sampler: vLLM's; its ``add_request`` and those of its processors are wrapped.
         make_graphs: returns graphs with the parameters of its requests.
+        has_drafts: of an engine whose steps may have drafts, draws with a seed are vLLM's; see ``RoseDraws``.
 
     Attributes:
         is_changed: by request slot, whether a processor changes its logits (penalties, biases, bad words, thinking
             budgets).
     """
 
-    def __init__(self, sampler: Any, make_graphs: Callable[[], DrawGraphs]) -> None:
+    def __init__(
+        self, sampler: Any, make_graphs: Callable[[], DrawGraphs], *, has_drafts: bool = False
+    ) -> None:
         self._sample_as_vllm = sampler.sample
         self._sampler = sampler
-        self._make_graphs = make_graphs
+        self._make_graphs, self._has_drafts = make_graphs, has_drafts
         self._temperatures = sampler.sampling_states.temperature.np
         self.is_changed = np.zeros(len(self._temperatures), bool)
         for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
@@ -432,6 +439,7 @@ class ReplayedSampling:
             or not graphs.serves(logits)
             or self.is_changed[idx_mapping_np].any()
             or not self._temperatures[idx_mapping_np].any()
+            or (self._has_drafts and self._sampler.sampling_states.any_explicit_seed(idx_mapping_np))
         ):
             return self._sample_as_vllm(
                 logits,
@@ -596,6 +604,7 @@ def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:
     for width in (vocab_size, -(-vocab_size // 16) * 16):
         logits = torch.empty((num_slots, width), device="meta")[:, :vocab_size]
         draw(logits, temperature, top_k, top_p, seeds, torch.empty_like(seeds))
-    if vllm_config.speculative_config is None and captures_draws(vllm_config):
+    has_graphs = vllm_config.speculative_config is None or adapts_drafts(vllm_config)
+    if has_graphs and captures_draws(vllm_config):
         DrawGraphs(RequestParameters(arrays, meta), vocab_size).capture()
         launch_reports(num_slots, vocab_size, model.dtype)

@@ -29,6 +29,8 @@ from benchmarks.support.engines import as_flags
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth
+from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -328,12 +330,15 @@ REQUESTS_LEFT_WITH_DRAFTS = {
 }
 
 
-def n_grams(num_drafts: int, **options: Any) -> dict[str, Any]:
+def n_grams(num_drafts: int, is_adaptive: bool = False, **options: Any) -> dict[str, Any]:
     speculative = {"num_speculative_tokens": num_drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
     return {
         "speculative_config": {"method": "ngram", **speculative, **options},
         "disable_log_stats": False,
         "runner": "V2",
+        # All of them have a full graph of decodes, whatever the number of drafts.
+        "max_num_seqs": 32,
+        "additional_config": {"rose": {"adaptive_drafts": is_adaptive}},
     }
 
 
@@ -393,6 +398,78 @@ def test_steps_with_drafts_say_the_same_to_the_bit(
         manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0
+
+
+def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
+    """Return a replacement of ``DraftDepth.choose`` that changes its mind now and then."""
+    rng, chosen = random.Random(seed), 0
+
+    def choose(self: DraftDepth, num_requests: int) -> int:
+        nonlocal chosen
+        if rng.random() < 0.1:
+            chosen = self.num_drafts - chosen
+        return chosen
+
+    return choose
+
+
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Qwen3 with vLLM's layers", "Gemma 3"])
+def test_drafts_that_come_and_go_say_the_same_to_the_bit(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    replayed = {"with": 0, "without": 0}
+    sample_with, sample_without = DraftSteps._sample, StepGraphs._replay_end
+
+    def counted_with(self: DraftSteps, *args: Any) -> None:
+        replayed["with"] += 1
+        sample_with(self, *args)
+
+    def counted_without(self: StepGraphs, *args: Any) -> None:
+        replayed["without"] += 1
+        sample_without(self, *args)
+
+    monkeypatch.setattr(DraftSteps, "_sample", counted_with)
+    monkeypatch.setattr(StepGraphs, "_replay_end", counted_without)
+    prompts = parity_prompts(VOCAB_SIZE)[:60]
+    kinds: list[dict[str, Any]] = [
+        *[{}] * 6,
+        {"logprobs": 2},
+        {"repetition_penalty": 1.3},
+        {"stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
+    ]
+    params = [
+        SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "max_tokens": 3 + 11 * (index % 11)}
+            | kinds[index % len(kinds)]
+        )
+        for index in range(len(prompts))
+    ]
+    answers: list[Any] = []
+    options = {"num_gpu_blocks_override": scaled_blocks(model, 500), **n_grams(3, is_adaptive=True)}
+    with make_replaying(model, **options) as llm:
+        for wanted in (is_never, lambda _: True, is_random(2)):
+            monkeypatch.setattr(DraftDepth, "choose", choose_at_random(8))
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = dict(replayed)
+            answers.append(said(generate(llm, prompts, params)))
+            grown = [replayed[kind] - before[kind] for kind in replayed]
+            assert min(grown) > 5 if wanted is not is_never else max(grown) == 0, grown
+        manager = manager_of(llm)
+        manager.check_integrity()
+        assert manager.usage == 0.0
+    assert answers[1] == answers[0] and answers[2] == answers[0]
+
+
+def test_drafts_that_never_pay_are_left_out(make_replaying: MakeReplaying) -> None:
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 100][:32]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.0}
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    with make_replaying("Qwen3", **n_grams(7, is_adaptive=True, **synthetic)) as llm:
+        generate(llm, prompts, params)
+        drafted, _ = draft_counts(llm)
+        # Until the two have been compared.
+        assert 0 < drafted < 0.3 * 7 * 300 * len(prompts)
 
 
 @pytest.mark.parametrize("is_async", [True, False])

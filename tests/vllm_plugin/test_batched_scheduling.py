@@ -418,6 +418,120 @@ def test_every_step_and_output_with_drafts_is_vllms(make_config: MakeConfig, nam
     assert has_fast_outputs or pair.num_batched_tokens == 0
 
 
+class ChosenDrafts:
+    """Stands in for ``DraftDepth``: all drafts or none, at random and the same for all that ask in a step."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = self.chosen = num_drafts
+        self.accepted: list[float] = []
+        self.timed: set[int] = set()
+        self._rng = random.Random(5)
+
+    def turn(self) -> None:
+        if self._rng.random() < 0.15:
+            self.chosen = self.num_drafts - self.chosen
+
+    def choose(self, num_requests: int) -> int:
+        return self.chosen
+
+    def note_accepted(self, num_accepted: float) -> None:
+        assert 0 <= num_accepted <= self.num_drafts
+        self.accepted.append(num_accepted)
+
+    def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
+        assert depth in (0, self.num_drafts) and num_requests > 0 and seconds > 0
+        self.timed.add(depth)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [(name, depth) for name, (_, depths) in DRAFTED.items() for depth in depths if "," not in depth],
+)
+def test_drafts_come_and_go_as_in_vllm(make_config: MakeConfig, name: str, depth: str) -> None:
+    options = {"max_num_batched_tokens": 100, **DRAFTED[name][0]}
+    num_drafts = {"one draft": 1, "15 drafts": 15}.get(name, NUM_DRAFTS)
+    pair = make_pair(make_config, depth, **drafting(num_drafts, SHARES_RIGHT.get(name, 0.7)), **options)
+    chosen = ChosenDrafts(num_drafts)
+    batched, stock = (side.scheduler for side in pair.sides)
+    batched._draft_depth = chosen
+    step, depths, num_changes = pair.step, list[int](), 0
+
+    def step_of_chosen() -> None:
+        nonlocal num_changes
+        last = chosen.chosen
+        chosen.turn()
+        num_changes += last != chosen.chosen
+        for scheduler in (batched, stock):
+            scheduler._draft_next(chosen.chosen)
+        depths.append(batched._num_drafts)
+        step()
+
+    pair.step = pair.checked_step = step_of_chosen  # type: ignore[method-assign]
+    Traffic(11, num_requests=60, arrival_rate=0.2, burst=5, kinds=KINDS, block_hasher=HASHER).run(pair)
+    assert num_changes > 10 and set(depths) == {0, num_drafts}
+    assert pair.stock.worker.num_accepted > (0 if name == "all wrong" else 100) - 1
+    assert pair.num_batched_tokens > pair.num_tokens // 2
+    assert chosen.accepted and chosen.timed == {0, num_drafts}
+
+
+def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig) -> None:
+    options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
+    simulation = make_simulation(make_config, depth=2, **drafting(), **options)
+    scheduler = simulation.scheduler
+    chosen = ChosenDrafts(NUM_DRAFTS)
+    scheduler._draft_depth, chosen.chosen = chosen, 0
+    scheduler.add_request(make_request("plain", [1] * 20, 200))
+    for _ in range(8):
+        simulation.step()
+    assert scheduler._num_drafts == 0
+    greedy, drawn = make_request("greedy", [2] * 20, 12), make_request("drawn", [3] * 20, 40)
+    greedy.sampling_params.seed = drawn.sampling_params.seed = 7
+    drawn.sampling_params.temperature = 0.5
+    scheduler.add_request(greedy)
+    for _ in range(4):
+        simulation.step()
+    assert scheduler._num_drafts == 0
+    scheduler.add_request(drawn)
+    steps, schedule = list[Any](), scheduler.schedule
+    scheduler.schedule = lambda *args: steps.append(schedule(*args)) or steps[-1]
+    while "drawn" in scheduler.requests:
+        simulation.step()
+    of_drawn = [step for step in steps if "drawn" in step.num_scheduled_tokens]
+    # From the step on that computes the prompt.
+    assert all(step.num_spec_tokens_to_schedule == NUM_DRAFTS for step in of_drawn)
+    assert all(len(step.scheduled_spec_decode_tokens["drawn"]) == NUM_DRAFTS for step in of_drawn[1:])
+    for _ in range(4):
+        simulation.step()
+    assert scheduler._num_drafts == 0
+
+
+@pytest.mark.parametrize(("share_right", "expected"), [(1.0, NUM_DRAFTS), (0.0, 0)])
+def test_drafts_are_made_where_they_pay(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, share_right: float, expected: int
+) -> None:
+    """With a clock by which verifying takes twice as long."""
+    options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
+    simulation = make_simulation(make_config, depth=2, **drafting(share_right=share_right), **options)
+    scheduler, now = simulation.scheduler, 0.0
+    monkeypatch.setattr("rose_backend.vllm_plugin.scheduler.scheduler.time.perf_counter", lambda: now)
+    update, depths = scheduler.update_from_output, list[int]()
+
+    def update_later(output: Any, *args: Any) -> Any:
+        nonlocal now
+        now += 2.0 if output.scheduled_spec_decode_tokens else 1.0
+        return update(output, *args)
+
+    scheduler.update_from_output = update_later
+    for index in range(3):
+        scheduler.add_request(make_request(f"r{index}", [index] * 20, 150))
+    while simulation.is_busy:
+        simulation.step()
+        depths.append(scheduler._num_drafts)
+    # Without a trial of the other it would not be known.
+    assert set(depths) == {0, NUM_DRAFTS}
+    assert depths.count(expected) > 0.6 * len(depths)
+
+
 @pytest.mark.parametrize("share_right", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("num_drafts", [1, 7])
 def test_drafts_reach_the_longest_sequence_as_in_vllm(

@@ -21,6 +21,7 @@ from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import (
     OTHER_DRAFTER,
+    adapts_drafts,
     first_reason,
     has_connector_in_layers,
     has_eagle_head,
@@ -150,15 +151,21 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
 def add_decode_graphs(manager: Any) -> None:
     """Capture graphs for decode-only steps, too, and prefer them: they need no prefill attention.
 
-    All rows of such a step have a token and, beside drafts, as many drafts as are asked for. There are none where these
-    are more than decode attention takes: such rows are prompts to attention.
+    All rows of such a step have a token and, beside drafts, as many drafts as are asked for; or none, where drafts may
+    be left out. There are none where these are more than decode attention takes: such rows are prompts to attention.
 
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
     """
-    query_len, mixed = manager.decode_query_len, manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    if query_len > MAX_QUERY_LEN:
-        return
+    mixed = list(manager._capture_descs.get(CUDAGraphMode.FULL, []))
+    query_lens = {manager.decode_query_len, *[1] * adapts_drafts(manager.vllm_config)}
+    for query_len in sorted(query_lens):
+        if query_len <= MAX_QUERY_LEN:
+            _add_decode_graphs_of(manager, mixed, query_len)
+
+
+def _add_decode_graphs_of(manager: Any, mixed: list[Any], query_len: int) -> None:
+    """Capture graphs for steps whose rows have ``query_len`` tokens each, of about the sizes of ``mixed``."""
     largest = max((desc.num_tokens for desc in mixed), default=0)
     most = min(manager.max_num_reqs, largest // query_len)
     decodes = {}
@@ -169,9 +176,8 @@ def add_decode_graphs(manager: Any) -> None:
                 desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
             )
             decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        [*mixed, *decodes], key=lambda desc: desc.num_tokens, reverse=True
-    )
+    descs = [*manager._capture_descs[CUDAGraphMode.FULL], *decodes]
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
     # With LoRA each size has a graph without adapters, too.
     decode_of = {size: desc for desc, size in decodes.items()}
     sizes = sorted({num_tokens for num_tokens, _ in decode_of})

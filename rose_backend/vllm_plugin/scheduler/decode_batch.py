@@ -433,7 +433,8 @@ class DecodeBatch:
     def _catch_up(self) -> None:
         numbers = self._numbers.copy()
         numbers[2] = [request.num_computed_tokens for request in self._requests]
-        numbers[5] = [len(each.all_token_ids) for each in self._constants]
+        if self._num_tokens > 1:
+            numbers[5] = [len(each.all_token_ids) for each in self._constants]
         self._is_behind = False
         self._count_from(numbers)
 

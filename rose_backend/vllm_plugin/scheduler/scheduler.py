@@ -13,7 +13,7 @@ import functools
 import time
 from collections import deque
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -29,6 +29,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
+    adapts_drafts,
     batches_decode_steps,
     has_kv_connector,
     offloads_whole_blocks,
@@ -44,10 +45,22 @@ from rose_backend.vllm_plugin.scheduler.decode_batch import (
     NewBlockIds,
     RequestConstants,
 )
+from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth, ShadowDrafts
 
 _ROWS_WITH_CONNECTOR = 4
 """Requests that hold blocks, those that are loaded or being sent included, for each that may run: one more, when rows
 are short, waits for others to be sent."""
+
+
+class StepInFlight(NamedTuple):
+    """A step whose output is outstanding."""
+
+    output: SchedulerOutput
+    fast_outputs: FastOutputs
+    """Its requests on the fast path."""
+    scheduled_s: float
+    num_prompt_tokens: int | None
+    """That it computes beside decodes; None if nothing is to be learned from its time."""
 
 
 class BatchedScheduling(Scheduler):
@@ -71,7 +84,7 @@ class BatchedScheduling(Scheduler):
         )
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
-        self.kv_cache_manager.running.tokens_per_decode = 1 + self.num_spec_tokens
+        self._set_num_drafts(self.num_spec_tokens)
         self.kv_cache_manager.running.num_lookahead_tokens = self.num_lookahead_tokens
         self._batches_decode_steps = batches_decode_steps(vllm_config)
         # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
@@ -89,17 +102,73 @@ class BatchedScheduling(Scheduler):
         self._batch: DecodeBatch | None = None
         # While vLLM schedules what comes after it: the batch, and its part of the step.
         self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
-        # Steps whose outputs are outstanding, oldest first; their requests on the fast path; when each was scheduled;
-        # and its prompt tokens, None if nothing is to be learned from its time.
-        self._in_flight: deque[tuple[SchedulerOutput, FastOutputs, float, int | None]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         # Calls that may have changed running requests other than by a step's usual course.
         self._num_interventions = 0
         # Tokens of the fast path's requests, until the step's statistics are made; None without drafts.
         self._fast_counts: list[int] | None = None
+        self._draft_depth: DraftDepth | None = None
+        self._shadow_drafts: ShadowDrafts | None = None
+        self._next_num_drafts, self._drafts_log = self.num_spec_tokens, LogInterval()
+        # Requests whose random draws are repeatable.
+        self._seeded_ids: set[str] = set()
+        # Drafts of each decode in the step whose output came last, if it only decoded; else None.
+        self._last_depth: int | None = None
+        if adapts_drafts(vllm_config):
+            self._adapt_drafts(vllm_config)
+
+    def _adapt_drafts(self, vllm_config: Any) -> None:
+        """Choose for each step how many drafts it makes."""
+        self._draft_depth = DraftDepth(self.num_spec_tokens)
+        speculative = vllm_config.speculative_config
+        if speculative.rejection_sample_method != "synthetic":
+            # Synthetic acceptance has nothing to do with the texts.
+            bounds = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+            self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds)
+        self._draft_next(self.num_spec_tokens)
+
+    def _draft_next(self, num_drafts: int) -> None:
+        """Make this many drafts for each decode in the next step that is scheduled."""
+        self._next_num_drafts = num_drafts
+        # What vLLM looks up by the number of requests.
+        self.dynamic_sd_lookup = [num_drafts] * (self.max_num_running_reqs + 1)
+
+    def _set_num_drafts(self, num_drafts: int) -> None:
+        """Take note that each decode in the next step that is scheduled has this many drafts."""
+        self._num_drafts = num_drafts
+        self.kv_cache_manager.running.tokens_per_decode = 1 + num_drafts
+
+    def add_request(self, request: Request) -> None:
+        """Add a request to the waiting ones, or go on with its session."""
+        params = request.sampling_params
+        if (
+            self._draft_depth is not None
+            and params is not None
+            and params.seed is not None
+            and params.temperature > 0
+        ):
+            self._seeded_ids.add(request.request_id)
+        super().add_request(request)
+
+    def _choose_drafts(self, depth: DraftDepth) -> None:
+        """Choose how many drafts the step to be scheduled makes for the next one.
+
+        vLLM draws other tokens beside drafts than without. So that a seed gives the same text again, no request with
+        one changes from one to the other.
+        """
+        if self._seeded_ids:
+            self._seeded_ids &= self.requests.keys()
+        chosen = depth.num_drafts if self._seeded_ids else depth.choose(len(self.running))
+        if chosen != self._next_num_drafts:
+            self._draft_next(chosen)
+            if self._drafts_log.is_over():
+                logger.info("Rose adaptive drafts: %d for each request from now on; %s", chosen, depth)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule the next step."""
         batches, output = self._batches_decode_steps, None
+        if self._draft_depth is not None:
+            self._choose_drafts(self._draft_depth)
         if batches and self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             output = self._schedule_batched()
         if output is None:
@@ -107,6 +176,8 @@ class BatchedScheduling(Scheduler):
             output = super().schedule(throttle_prefills)
             if batches:
                 self._note_decodes(output)
+            if output.num_scheduled_tokens and self._num_drafts != output.num_spec_tokens_to_schedule:
+                self._set_num_drafts(output.num_spec_tokens_to_schedule)
         if not self.use_v2_model_runner:
             # Model runner V1 gets no data of multimodal items when a preempted request is resumed. If its blocks were
             # evicted meanwhile, its items have to be computed again, and without their data the engine would end.
@@ -118,7 +189,7 @@ class BatchedScheduling(Scheduler):
 
     def _note_decodes(self, output: SchedulerOutput) -> None:
         """Prepare the fast path of those requests of a step of vLLM's that decode, with all their drafts if any."""
-        num_drafts, drafts = self.num_spec_tokens, output.scheduled_spec_decode_tokens
+        num_drafts, drafts = self._num_drafts, output.scheduled_spec_decode_tokens
         decodes = [
             self.requests[id]
             for id, count in output.num_scheduled_tokens.items()
@@ -130,7 +201,7 @@ class BatchedScheduling(Scheduler):
             constants = [known.get(request) or RequestConstants.of(request, limit) for request in decodes]
             self._known_constants = dict(zip(decodes, constants, strict=True))
             fast_outputs = FastOutputs(decodes, constants, 1 + num_drafts)
-            self._in_flight.append((output, fast_outputs, 0.0, None))
+            self._in_flight.append(StepInFlight(output, fast_outputs, 0.0, None))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a waiting request may be admitted in this step; vLLM continues with the next one if not."""
@@ -151,6 +222,9 @@ class BatchedScheduling(Scheduler):
 
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
+        if self._num_drafts != self._next_num_drafts:
+            # vLLM's code gives every request as many placeholders as drafts will be made.
+            return None
         batch = self._next_batch()
         if batch is None:
             return None
@@ -176,7 +250,7 @@ class BatchedScheduling(Scheduler):
             output = self._schedule_all(batch, new_block_ids)
         else:
             output, num_prompt_tokens = self._schedule_rest(batch, new_block_ids)
-        self._in_flight.append((output, batch.fast_outputs, now, num_prompt_tokens))
+        self._in_flight.append(StepInFlight(output, batch.fast_outputs, now, num_prompt_tokens))
         return output
 
     def _next_batch(self) -> DecodeBatch | None:
@@ -204,7 +278,7 @@ class BatchedScheduling(Scheduler):
         Args:
             others: running requests after the batch. If one of them is a prompt, vLLM gives no waiting prompt drafts.
         """
-        if not self.num_spec_tokens:
+        if not self.num_spec_tokens or self.dynamic_sd_lookup is not None:
             return False
         # One with multimodal items may have to wait for room for them.
         if any(request.is_prefill_chunk and not request.has_encoder_inputs for request in others):
@@ -259,7 +333,7 @@ class BatchedScheduling(Scheduler):
             pending_structured_output_tokens=batch.lacks_grammar_tokens,
             kv_cache_block_copies=copies or None,
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
-            num_spec_tokens_to_schedule=self.num_spec_tokens,
+            num_spec_tokens_to_schedule=self._num_drafts,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         self._add_encoded_items(batch, output)
@@ -341,6 +415,8 @@ class BatchedScheduling(Scheduler):
         self._is_limit_too_small = limit is not None and num_begun > 0 and not num_prompt_tokens
         self._note_prompts(output, num_prompt_tokens)
         is_new_step = not output.total_num_scheduled_tokens
+        # vLLM does not look it up where it schedules nothing.
+        output.num_spec_tokens_to_schedule = self._num_drafts
         _put_first(batch, data, output)
         output.scheduled_spec_decode_tokens = (
             batch.drafts_of_next_step() | output.scheduled_spec_decode_tokens
@@ -384,21 +460,30 @@ class BatchedScheduling(Scheduler):
         for new in output.scheduled_new_reqs:
             budget.note_prompt(self.requests[new.req_id].num_tokens, new.num_computed_tokens)
 
-    def _note_time(self, scheduled_s: float, num_prompt_tokens: int | None) -> None:
-        """Note the time of a step whose outputs have arrived, from those of the step before or its own start.
+    def _note_time(self, step: StepInFlight | None) -> None:
+        """Note the time of a step whose output has arrived, from that of the step before or its own start.
+
+        One that is scheduled while another runs begins after that.
 
         Args:
-            scheduled_s: when it was scheduled. One that is scheduled while another runs begins after that.
-            num_prompt_tokens: that it has computed beside decodes; None if nothing is to be learned from it.
+            step: None if it is not known.
         """
-        now, budget = time.perf_counter(), self._step_budget
-        start_s, self._last_update_s = max(self._last_update_s, scheduled_s), now
-        if budget is None or num_prompt_tokens is None:
+        now, last_depth = time.perf_counter(), self._last_depth
+        start_s, self._last_update_s, self._last_depth = self._last_update_s, now, None
+        if step is None or step.num_prompt_tokens is None:
             return
-        if num_prompt_tokens:
-            budget.note_mixed_step(num_prompt_tokens, now - start_s)
-        else:
-            budget.note_decode_step(now - start_s)
+        seconds, budget = now - max(start_s, step.scheduled_s), self._step_budget
+        if step.num_prompt_tokens:
+            if budget is not None:
+                budget.note_mixed_step(step.num_prompt_tokens, seconds)
+            return
+        if budget is not None:
+            budget.note_decode_step(seconds)
+        if self._draft_depth is not None:
+            num_requests = len(step.output.num_scheduled_tokens)
+            self._last_depth = step.output.total_num_scheduled_tokens // num_requests - 1
+            if self._last_depth == last_depth:
+                self._draft_depth.note_time(last_depth, num_requests, seconds)
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""
@@ -431,8 +516,7 @@ class BatchedScheduling(Scheduler):
             self._holds_encoder_outputs,
         )
         request_ids, outputs = appended.request_ids, appended.outputs
-        if appended.counts is not None:
-            self._note_rejected(appended.counts, fast_outputs)
+        self._note_rejected(appended.counts, fast_outputs, len(request_ids))
         if len(request_ids) == len(scheduler_output.num_scheduled_tokens) and self._reports_stats_only():
             return self._report(outputs, model_runner_output)
         # vLLM's code does the rest: requests off the fast path, and what is reported once per step.
@@ -453,17 +537,34 @@ class BatchedScheduling(Scheduler):
         _move_stats(results)
         return results
 
-    def _note_rejected(self, counts: list[int] | None, fast_outputs: FastOutputs | None = None) -> None:
+    def _note_rejected(
+        self, counts: list[int] | None, fast_outputs: FastOutputs | None = None, num_requests: int = 0
+    ) -> None:
         """Note what the output of a step with drafts has rejected.
 
         Args:
-            counts: tokens of the requests on the fast path; None if vLLM's code processes all of them.
-            fast_outputs: this path.
+            counts: tokens of the requests on the fast path; None without drafts, or if vLLM's code processes all.
+            fast_outputs: this path, if any.
+            num_requests: that it took.
         """
         self._fast_counts, batch = counts, self._batch
-        if batch is not None and self.num_spec_tokens:
-            is_whole = fast_outputs is batch.fast_outputs and len(counts or ()) == len(batch.request_ids)
-            batch.note_tokens(counts if is_whole else None)
+        if not self.num_spec_tokens:
+            return
+        if batch is not None:
+            is_of_batch = fast_outputs is batch.fast_outputs
+            is_whole = is_of_batch and num_requests == len(batch.request_ids)
+            if not is_whole and (counts is not None or not is_of_batch):
+                batch.note_tokens(None)
+            elif counts is not None:
+                batch.note_tokens(counts)
+        if self._draft_depth is None:
+            return
+        if counts:
+            self._draft_depth.note_accepted(sum(counts) / len(counts) - 1.0)
+        elif self._shadow_drafts is not None and self._num_drafts == 0:
+            num_right = self._shadow_drafts.look(self.running)
+            if num_right is not None:
+                self._draft_depth.note_accepted(num_right)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -517,13 +618,13 @@ class BatchedScheduling(Scheduler):
 
     def _fast_outputs_of(self, scheduler_output: SchedulerOutput) -> FastOutputs | None:
         """Return the fast path of a step. Those of earlier steps are dropped: their outputs will not come."""
-        for position, (output, fast_outputs, scheduled_s, num_prompt_tokens) in enumerate(self._in_flight):
-            if output is scheduler_output:
+        for position, step in enumerate(self._in_flight):
+            if step.output is scheduler_output:
                 for _ in range(position + 1):
                     self._in_flight.popleft()
-                self._note_time(scheduled_s, num_prompt_tokens)
-                return fast_outputs
-        self._note_time(0.0, None)
+                self._note_time(step)
+                return step.fast_outputs
+        self._note_time(None)
         return None
 
 

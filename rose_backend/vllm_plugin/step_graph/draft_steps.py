@@ -28,11 +28,13 @@ from rose_backend.vllm_plugin.captured_processors import RequestParameters, samp
 from rose_backend.vllm_plugin.options import first_reason
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS
 from rose_backend.vllm_plugin.sampler import MAX_LOGITS_BYTES
-from rose_backend.vllm_plugin.step_graph.outputs import OutputBuffers, ReplayedBatch
+from rose_backend.vllm_plugin.step_graph.outputs import OutputBuffers, ReplayedBatch, ReplayedOutput
 from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_CHANGED_BATCHES,
     why_drafts_are_not_replayed,
 )
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
+from rose_backend.vllm_plugin.step_graph.votes import StepVotes
 from rose_backend.vllm_plugin.step_graph.whole_steps import End, WholeSteps
 
 _MAX_HEAD_BYTES = 512 << 20
@@ -279,3 +281,53 @@ class DraftSteps(WholeSteps):
         return self._compute_logits(self._manager.hidden_states[: self._desc_of[num_rows].num_tokens])[
             :num_logits
         ]
+
+
+class AdaptiveSteps:
+    """Steps with all drafts or with none, one by one, as the scheduler chooses. Steps between the two are vLLM's.
+
+    Args:
+        runner: as of ``DraftSteps``.
+
+    Attributes:
+        stream: that both kinds were captured on.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        # The second one wraps the product with the head that the first one has wrapped.
+        self._without, self._with = StepGraphs(runner), DraftSteps(runner)
+        self._last: WholeSteps = self._with
+
+    @property
+    def votes(self) -> StepVotes:
+        """Of the kind that ``launch`` was asked to run last; with data parallelism there are no adaptive drafts."""
+        return self._last.votes
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture what surrounds vLLM's graphs, which were captured on ``stream``; the largest logits first."""
+        self.stream = stream
+        self._with.capture(stream)
+        self._without.capture(stream)
+
+    def close(self) -> None:
+        """Give the graphs of both kinds back; see ``WholeSteps.close``."""
+        self._with.close()
+        self._without.close()
+
+    def launch(self, output: SchedulerOutput) -> bool:
+        """Run a step if it can be replayed; see ``WholeSteps.launch``."""
+        has_drafts = bool(output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule)
+        steps: WholeSteps = self._with if has_drafts else self._without
+        if steps is not self._last:
+            self._last.disarm()
+            self._last = steps
+        return steps.launch(output)
+
+    def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
+        """Return the output of the step that was launched last; see ``WholeSteps.take_output``."""
+        return self._last.take_output(grammar_output)
+
+    def note_vllm_step(self) -> None:
+        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
+        self._with.note_vllm_step()
+        self._without.note_vllm_step()

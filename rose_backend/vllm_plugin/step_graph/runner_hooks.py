@@ -15,7 +15,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
-from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.options import adapts_drafts, rose_options
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.addresses import (
     GraphAddresses,
@@ -23,7 +23,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
     largest_of_ranks,
     which_graphs_hold,
 )
-from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps, max_num_logits
+from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
 from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
@@ -68,8 +68,14 @@ _MOST_NAMES = 20
 """That the log gives of what has moved."""
 
 
-def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps:
-    steps = StepGraphs(runner) if runner.speculative_config is None else DraftSteps(runner)
+def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | AdaptiveSteps:
+    steps: WholeSteps | AdaptiveSteps
+    if runner.speculative_config is None:
+        steps = StepGraphs(runner)
+    elif adapts_drafts(runner.vllm_config):
+        steps = AdaptiveSteps(runner)
+    else:
+        steps = DraftSteps(runner)
     steps.capture(stream)
     # Attributes of the graphs' owner, so that they go when it does.
     manager = runner.cudagraph_manager
@@ -85,13 +91,13 @@ def _drop_steps(manager: Any) -> None:
         steps.close()
 
 
-def _steps_of(runner: Any) -> WholeSteps | None:
+def _steps_of(runner: Any) -> WholeSteps | AdaptiveSteps | None:
     """Return the runner's steps, captured again if something that graphs hold has moved; None if it has none.
 
     With data-parallel ranks that run steps together it has none from then on.
     """
     manager = runner.cudagraph_manager
-    steps: WholeSteps | None = getattr(manager, "rose_step_graphs", None)
+    steps: WholeSteps | AdaptiveSteps | None = getattr(manager, "rose_step_graphs", None)
     if steps is None or not manager.rose_graph_addresses.may_differ:
         return steps
     moved = manager.rose_graph_addresses.find_moved()

@@ -247,7 +247,8 @@ class StepGraphs(WholeSteps):
         step = self._describe(output)
         num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
         # As vLLM's: not told where a row computes part of a prompt.
-        max_query_len = None if any(step.is_prompt) else step.counts[-1]
+        longest = max(step.counts)
+        max_query_len = None if any(step.is_prompt) else longest
         size = size_for(self._mixed_sizes, len(step.counts))
         if size is None:
             return "more requests than full graphs of decodes take"
@@ -261,7 +262,7 @@ class StepGraphs(WholeSteps):
         self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
         # The end may have more rows than the graph.
-        self._begin_mixed(max(num_rows, size), desc.num_tokens, step.counts[-1])
+        self._begin_mixed(max(num_rows, size), desc.num_tokens, longest)
         self._model_inputs.prepare(self._inputs, step, desc.num_tokens, output)
         self._run_graph_of_layers(desc, num_rows, output)
         return batch
@@ -276,7 +277,7 @@ class StepGraphs(WholeSteps):
         for new in output.scheduled_new_reqs:
             lens[new.req_id] = new.num_computed_tokens, len(new.prefill_token_ids)
         # vLLM's order, so that both kinds of steps compute the same.
-        request_ids = sort_batch_req_ids(output.num_scheduled_tokens, {}, 1)
+        request_ids = sort_batch_req_ids(output.num_scheduled_tokens, {}, self._runner.decode_query_len)
         counts = [output.num_scheduled_tokens[request_id] for request_id in request_ids]
         starts, ends = zip(*(lens[request_id] for request_id in request_ids), strict=True)
         is_prompt = [start < end for start, end in zip(starts, ends, strict=True)]
@@ -287,7 +288,7 @@ class StepGraphs(WholeSteps):
             prefill_lens=list(ends),
             is_prompt=is_prompt,
             is_due=[start + count >= end for start, count, end in zip(starts, counts, ends, strict=True)],
-            has_single_tokens=counts[-1] == 1
+            has_single_tokens=max(counts) == 1
             and all(start > 0 for start, is_one in zip(starts, is_prompt, strict=True) if is_one),
         )
 

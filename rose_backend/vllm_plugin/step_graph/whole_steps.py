@@ -123,6 +123,15 @@ class WholeSteps(ABC):
         if self._pending is not None or self._waiting is not None:
             raise IntegrityError("step graph: the step before was never asked for its tokens")
 
+    def disarm(self) -> None:
+        """Forget the batch that the graphs' rows belong to, as its requests will be in steps of another kind.
+
+        Raises:
+            IntegrityError: nobody asked for the tokens of the last step.
+        """
+        self._check_nothing_is_pending()
+        self._armed = None
+
     @abstractmethod
     def _all_ends(self) -> list[End]:
         """Return what is captured of ``_ends``; the largest logits first."""

@@ -136,9 +136,12 @@ def make_simulation(
     windows: Sequence[int | None] = (None,),
     scheduler_class: Any = None,
     use_v2_model_runner: bool | None = None,
+    additional_config: dict[str, Any] | None = None,
     **options: Any,
 ) -> Simulation:
     """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
+
+    Each step has all drafts that are asked for, unless ``additional_config`` lets Rose choose.
 
     Args:
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
@@ -152,6 +155,7 @@ def make_simulation(
         block_size=block_size,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
+        additional_config={"rose": {"adaptive_drafts": False, **(additional_config or {}).get("rose", {})}},
         **{"max_num_batched_tokens": 48, **options},
     )
     config.scheduler_config.async_scheduling = is_async

@@ -1,0 +1,142 @@
+"""Whether the next tokens are drafted: with all drafts that are asked for, or with none, whichever gives more tokens.
+
+A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
+much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
+engine runs. Without drafts, those that would have been made are looked up for one request at a time, on the CPU, and
+compared with what the model writes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.request import Request, RequestStatus
+
+_STEPS_BETWEEN_LOOKS = 8
+"""Decisions are this many steps apart: the first steps after a change have the tokens of steps before it."""
+_MIN_TIMES, _MAX_TIMES = 4, 15
+"""Times of steps that a median is taken of."""
+_STEPS_BETWEEN_TRIALS = 5000
+"""Steps after which the number of drafts that is not in use is timed again: contexts have grown. A trial is about ten
+steps, and costs at most as much as ten of the slower kind."""
+_MIN_GAIN = 1.02
+"""By which the number of drafts that is not in use must be better, so that noise changes nothing."""
+_NUM_OBSERVED = 32
+"""Steps over which accepted drafts are averaged; older ones fade."""
+_MAX_TOKENS_LOOKED_AT = 8192
+"""Last tokens of a request that drafts are looked up in: about 0.4 ms of the CPU's time."""
+
+
+class DraftDepth:
+    """Chooses how many drafts requests get, 0 or ``num_drafts``, by the tokens per second that either gives.
+
+    Args:
+        num_drafts: ``num_speculative_tokens``.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = self._depth = num_drafts
+        # By number of drafts and size of the batch, in powers of two.
+        self._times = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=_MAX_TIMES))
+        self._num_accepted, self._num_observed = 0.0, 0
+        self._num_steps = self._num_drafted = self._next_look = 0
+        self._next_trials = defaultdict[int, int](int)
+
+    def __str__(self) -> str:
+        of_all = self._num_steps and 100.0 * self._num_drafted / self._num_steps
+        return (
+            f"{of_all:.0f} % of steps had drafts, {self._num_accepted:.2f} of {self.num_drafts} are accepted"
+        )
+
+    def choose(self, num_requests: int) -> int:
+        """Return how many drafts are made in the step to be scheduled, with which ``num_requests`` run."""
+        self._num_steps += 1
+        if self._num_steps >= self._next_look and num_requests:
+            self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
+            if self._is_other_better(num_requests.bit_length()):
+                self._depth = self.num_drafts - self._depth
+        self._num_drafted += self._depth > 0
+        return self._depth
+
+    def _is_other_better(self, size: int) -> bool:
+        other = self.num_drafts - self._depth
+        here, there = self._times[self._depth, size], self._times[other, size]
+        if len(here) < _MIN_TIMES or not self._num_observed:
+            return False
+        if len(there) < _MIN_TIMES or self._num_steps >= self._next_trials[size]:
+            there.clear()
+            self._next_trials[size] = self._num_steps + _STEPS_BETWEEN_TRIALS
+            return True
+        return self._tokens_per_second(other, there) > _MIN_GAIN * self._tokens_per_second(self._depth, here)
+
+    def _tokens_per_second(self, depth: int, times: deque[float]) -> float:
+        """Of each request."""
+        return (1.0 + (self._num_accepted if depth else 0.0)) / median(times)
+
+    def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
+        """Note how long a step took in which ``num_requests`` decoded, with ``depth`` drafts each, and nothing else."""
+        self._times[depth, num_requests.bit_length()].append(seconds)
+
+    def note_accepted(self, num_accepted: float) -> None:
+        """Note how many drafts of a request were accepted in a step, or would have been; a mean of requests."""
+        self._num_observed = min(self._num_observed + 1, _NUM_OBSERVED)
+        self._num_accepted += (num_accepted - self._num_accepted) / self._num_observed
+
+
+class ShadowDrafts:
+    """Looks up what would have been drafted for a request, and counts how much of it the model then writes.
+
+    Args:
+        num_drafts: ``num_speculative_tokens``.
+        min_n, max_n: ``prompt_lookup_min`` and ``prompt_lookup_max``.
+    """
+
+    def __init__(self, num_drafts: int, min_n: int, max_n: int) -> None:
+        self._num_drafts, self._min_n, self._max_n = num_drafts, min_n, max_n
+        self._turn = 0
+        self._request: Request | None = None
+        self._drafts: list[int] = []
+        self._start = 0
+
+    def look(self, requests: Sequence[Request]) -> int | None:
+        """Return how many drafts were right of the request looked at, once it has as many tokens behind; else None.
+
+        Then, or if it runs no more, the next one of these ``requests`` has its turn.
+        """
+        request, num_right = self._request, None
+        if request is not None and request.status is RequestStatus.RUNNING:
+            tokens = request._all_token_ids[self._start : self._start + self._num_drafts]
+            if len(tokens) < self._num_drafts:
+                return None
+            is_right = [token == draft for token, draft in zip(tokens, self._drafts, strict=True)]
+            num_right = [*is_right, False].index(False)
+        self._request = None
+        if requests:
+            self._turn = (self._turn + 1) % len(requests)
+            self._request = request = requests[self._turn]
+            self._start = len(request._all_token_ids)
+            known = np.array(request._all_token_ids[-_MAX_TOKENS_LOOKED_AT:])
+            self._drafts = look_up(known, self._num_drafts, self._min_n, self._max_n)
+        return num_right
+
+
+def look_up(tokens: NDArray[np.int64], num_drafts: int, min_n: int, max_n: int) -> list[int]:
+    """Return the drafts that vLLM's lookup by n-grams makes behind ``tokens``, [T].
+
+    They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that
+    ``tokens`` end with. What is missing is the last token again.
+    """
+    num_tokens, drafts = len(tokens), list[int]()
+    for n in range(min(max_n, num_tokens - 1), min_n - 1, -1):
+        is_found = np.ones(num_tokens - n, bool)
+        for place in range(n):
+            is_found &= tokens[place : num_tokens - n + place] == tokens[num_tokens - n + place]
+        if is_found.any():
+            start = int(np.flatnonzero(is_found)[-1]) + n
+            drafts = tokens[start : start + num_drafts].tolist()
+            break
+    return drafts + [int(tokens[-1])] * (num_drafts - len(drafts))
