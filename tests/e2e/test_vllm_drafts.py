@@ -163,7 +163,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[RoseAttentionMetadata]:
 
 
 def n_grams(num_tokens: int, model: Path | None = None) -> dict[str, Any]:
-    return {"speculative_config": {**NGRAM, "num_speculative_tokens": num_tokens}, "disable_log_stats": False}
+    return {
+        "speculative_config": {**NGRAM, "num_speculative_tokens": num_tokens},
+        "disable_log_stats": False,
+        # In each step, right or wrong.
+        "additional_config": {"rose": {"adaptive_drafts": False}},
+    }
 
 
 def eagle3(num_tokens: int, model: Path, **fields: Any) -> dict[str, Any]:

@@ -413,7 +413,7 @@ def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
     return choose
 
 
-@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Qwen3 with vLLM's layers", "Gemma 3"])
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama", "Gemma 3"])
 def test_drafts_that_come_and_go_say_the_same_to_the_bit(
     make_replaying: MakeReplaying, replay_when: ReplayWhen, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -432,9 +432,9 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
     monkeypatch.setattr(StepGraphs, "_replay_end", counted_without)
     prompts = parity_prompts(VOCAB_SIZE)[:60]
     kinds: list[dict[str, Any]] = [
-        *[{}] * 6,
-        {"logprobs": 2},
-        {"repetition_penalty": 1.3},
+        *[{}] * 20,
+        {"logprobs": 2, "max_tokens": 9},
+        {"repetition_penalty": 1.3, "max_tokens": 9},
         {"stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
     ]
     params = [
@@ -445,8 +445,12 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
         for index in range(len(prompts))
     ]
     answers: list[Any] = []
-    options = {"num_gpu_blocks_override": scaled_blocks(model, 500), **n_grams(3, is_adaptive=True)}
-    with make_replaying(model, **options) as llm:
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": scaled_blocks(model, 500),
+        # Only full graphs of any mix come with those of decodes with drafts and without.
+        "compilation_config": {**GRAPHS, "cudagraph_mode": "FULL"},
+    }
+    with make_replaying(model, **options, **n_grams(3, is_adaptive=True)) as llm:
         for wanted in (is_never, lambda _: True, is_random(2)):
             monkeypatch.setattr(DraftDepth, "choose", choose_at_random(8))
             replay_when(wanted)

@@ -18,9 +18,10 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
+from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import draft_steps
-from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps, max_num_logits
+from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
 from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_MIXED_STEPS,
     FIELDS_OF_OTHER_STEPS,
@@ -37,7 +38,7 @@ def _sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def check_state(runner: DraftRunner, requests: DraftRequests) -> None:
+def check_state(runner: DraftRunner, requests: DraftRequests, *, has_drafts: bool = True) -> None:
     states = runner.req_states
     for request_id in requests.running:
         slot, length = states.req_id_to_index[request_id], requests.num_known[request_id]
@@ -45,10 +46,11 @@ def check_state(runner: DraftRunner, requests: DraftRequests) -> None:
         assert states.all_token_ids.gpu[slot, :length].tolist() == text
         assert int(states.total_len.gpu[slot]) == int(states.num_computed_tokens.gpu[slot]) + 1 == length
         assert int(states.last_sampled_tokens[slot]) == text[-1]
-        assert states.draft_tokens[slot].tolist() == runner.propose_for(slot, length)
+        if has_drafts:
+            assert states.draft_tokens[slot].tolist() == runner.propose_for(slot, length)
 
 
-def replay(steps: DraftSteps, output: SchedulerOutput) -> Any:
+def replay(steps: DraftSteps | AdaptiveSteps, output: SchedulerOutput) -> Any:
     assert steps.launch(output), STEPS
     result = steps.take_output(None)
     assert result is not None and steps.take_output(None) is None
@@ -103,6 +105,62 @@ def test_requests_come_and_go(
     assert (30 < num_own < 110) == (share_own > 0)
     shares = {0.0: {1}, 1.0: {num_drafts + 1}, 0.7: {*range(1, num_drafts + 2)}}
     assert {*counts} == shares[share_right] and len(counts) > 150
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num_drafts: int) -> None:
+    """With a scheduler that is a step ahead. Steps between those with drafts and those without are vLLM's."""
+    runner, choose = DraftRunner(num_drafts, groups), random.Random(5)
+    steps, requests = AdaptiveSteps(runner), DraftRequests(runner, 0.7, 5)
+    kinds, drafts = [], num_drafts
+    ahead: tuple[list[str], Any, Any, int] | None = None
+
+    def hear() -> None:
+        nonlocal ahead
+        if ahead is not None:
+            ids, expected, result, of_step = ahead
+            told = result if isinstance(result, list) else result.get_output().sampled_token_ids
+            assert told == expected
+            requests.hear(ids, told, of_step)
+        ahead = None
+
+    for _ in range(200):
+        for request_id in list(requests.running):
+            if not requests.has_room(request_id) or choose.random() < 0.03:
+                requests.end(request_id)
+        if drafts and len(requests.running) < MAX_REQS - len(requests.finished) and choose.random() < 0.4:
+            requests.add(choose.randint(1, 20))
+        if not requests.running:
+            hear()
+            drafts = num_drafts
+            continue
+        num_next = num_drafts - drafts if choose.random() < 0.2 else drafts
+        output, ids = requests.step(drafts, num_next), list(requests.running)
+        if num_next == drafts:
+            result: Any = replay(steps, output)
+        else:
+            assert not steps.launch(output)
+            result = runner.own_step_with_drafts(output, requests.next_tokens())
+        expected = requests.expect(ids, drafts)
+        hear()
+        ahead = ids, expected, result, drafts
+        kinds.append((drafts, num_next))
+        check_state(runner, requests, has_drafts=num_next > 0)
+        drafts = num_next
+    hear()
+    assert all(kinds.count(kind) > 8 for kind in itertools.product((0, num_drafts), repeat=2)), kinds
+    steps.close()
+    assert runner.model.compute_logits == runner._logits
+
+
+def test_tokens_of_one_kind_are_asked_for_before_a_step_of_the_other() -> None:
+    runner = DraftRunner(3)
+    steps, requests = AdaptiveSteps(runner), DraftRequests(runner, 0.7, 1)
+    requests.add(3)
+    assert steps.launch(requests.step())
+    with pytest.raises(IntegrityError, match="never asked for its tokens"):
+        steps.launch(requests.step(0, 0))
 
 
 def test_outputs_count_tokens_and_vllm_is_told_of_drafts() -> None:

@@ -292,9 +292,13 @@ def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
 
 @pytest.mark.parametrize("query_len", [2, 3, 8])
 @pytest.mark.parametrize("enable_lora", [False, True])
+@pytest.mark.parametrize("is_adaptive", [False, True])
 def test_rows_with_all_their_drafts_have_graphs_of_their_own(
-    on_gpu: OnGpu, query_len: int, enable_lora: bool
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, query_len: int, enable_lora: bool, is_adaptive: bool
 ) -> None:
+    monkeypatch.setattr(
+        "rose_backend.vllm_plugin.attention.mixed_graphs.adapts_drafts", lambda config: is_adaptive
+    )
     sizes, num_adapters = [1, 2, 4, 8, 16, 20, 32, 65], int(enable_lora)
     config = on_gpu(
         sizes, max_num_seqs=20, enable_lora=enable_lora, speculative_config=n_grams(query_len - 1)
@@ -303,7 +307,7 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
     manager = Manager(config, CUDAGraphMode.FULL, 20, query_len)
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert len(set(captured)) == len(captured) and captured[0].num_tokens == 65
-    most = max(desc.num_reqs for desc in captured if desc.uniform_token_count is not None)
+    most = max(desc.num_reqs for desc in captured if desc.uniform_token_count == query_len)
     # As many rows as there are tokens for.
     assert most == {2: 16, 3: 11, 8: 4}[query_len]
     for num_rows in range(1, 65 // query_len + 1):
@@ -315,8 +319,11 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
             if found.uniform_token_count is not None:
                 assert found.num_reqs * query_len == found.num_tokens
                 assert found.num_tokens < min(size for size in sizes if size >= num_tokens) + query_len
-    # Without drafts a step is a mixed one.
-    assert manager.dispatch(8, 8, 1, num_adapters, 1).uniform_token_count is None
+    # Without drafts a step is a mixed one, unless they may be left out.
+    for num_rows in range(1, 21):
+        found = manager.dispatch(num_rows, num_rows, 1, num_adapters, 1)
+        assert found.uniform_token_count == (1 if is_adaptive else None)
+        assert not is_adaptive or found.num_reqs == found.num_tokens >= num_rows
 
 
 def test_rows_with_more_drafts_than_decode_attention_takes_have_no_graphs_of_their_own(on_gpu: OnGpu) -> None:

@@ -45,6 +45,7 @@ class DraftDepth:
         self._num_accepted, self._num_observed = 0.0, 0
         self._num_steps = self._num_drafted = self._next_look = 0
         self._next_trials = defaultdict[int, int](int)
+        self._size = 0
 
     def __str__(self) -> str:
         of_all = self._num_steps and 100.0 * self._num_drafted / self._num_steps
@@ -53,11 +54,12 @@ class DraftDepth:
         )
 
     def choose(self, num_requests: int) -> int:
-        """Return how many drafts are made in the step to be scheduled, with which ``num_requests`` run."""
+        """Return how many drafts are made in the step to be scheduled, after which ``num_requests`` run."""
         self._num_steps += 1
-        if self._num_steps >= self._next_look and num_requests:
+        last_size, self._size = self._size, num_requests.bit_length()
+        if self._num_steps >= self._next_look or self._size != last_size:
             self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
-            if self._is_other_better(num_requests.bit_length()):
+            if self._is_other_better(self._size):
                 self._depth = self.num_drafts - self._depth
         self._num_drafted += self._depth > 0
         return self._depth

@@ -158,7 +158,9 @@ class BatchedScheduling(Scheduler):
         """
         if self._seeded_ids:
             self._seeded_ids &= self.requests.keys()
-        chosen = depth.num_drafts if self._seeded_ids else depth.choose(len(self.running))
+        # As many as will run when those that wait have been admitted.
+        num_requests = min(len(self.requests), self.max_num_running_reqs)
+        chosen = depth.num_drafts if self._seeded_ids else depth.choose(num_requests)
         if chosen != self._next_num_drafts:
             self._draft_next(chosen)
             if self._drafts_log.is_over():
@@ -481,9 +483,9 @@ class BatchedScheduling(Scheduler):
             budget.note_decode_step(seconds)
         if self._draft_depth is not None:
             num_requests = len(step.output.num_scheduled_tokens)
-            self._last_depth = step.output.total_num_scheduled_tokens // num_requests - 1
-            if self._last_depth == last_depth:
-                self._draft_depth.note_time(last_depth, num_requests, seconds)
+            self._last_depth = depth = step.output.total_num_scheduled_tokens // num_requests - 1
+            if depth == last_depth:
+                self._draft_depth.note_time(depth, num_requests, seconds)
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""

@@ -80,8 +80,8 @@ class DraftRunner(Runner):
         for request_id in output.scheduled_cached_reqs.req_ids:
             slot = states.req_id_to_index[request_id]
             text, drafts = next_tokens[request_id], states.draft_tokens[slot].tolist()
-            count = 1
-            while count <= self.num_drafts and drafts[count - 1] == text[count - 1]:
+            count, num_drafts = 1, len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            while count <= num_drafts and drafts[count - 1] == text[count - 1]:
                 count += 1
             start = int(states.total_len.gpu[slot])
             states.all_token_ids.gpu[slot, start : start + count] = torch.tensor(text[:count])
@@ -90,7 +90,10 @@ class DraftRunner(Runner):
             states.total_len.gpu[slot] += count
             states.num_computed_tokens.gpu[slot] += count
             states.last_sampled_tokens[slot] = text[count - 1]
-            states.draft_tokens[slot] = torch.tensor(self.propose_for(slot, start + count))
+            if output.num_spec_tokens_to_schedule:
+                states.draft_tokens[slot] = torch.tensor(self.propose_for(slot, start + count))
+            else:
+                states.draft_tokens[slot] = -1
             told.append(text[:count])
         return told
 
@@ -198,9 +201,10 @@ class DraftRequests:
     def has_room(self, request_id: str) -> bool:
         return self._optimistic[request_id] + 2 * self.runner.decode_query_len <= MAX_LEN
 
-    def step(self) -> SchedulerOutput:
-        """Return the scheduler's output of a step for all."""
-        ids, query_len = list(self.running), self.runner.decode_query_len
+    def step(self, num_drafts: int | None = None, num_next: int | None = None) -> SchedulerOutput:
+        """Return the scheduler's output of a step for all, which has ``num_drafts`` and makes ``num_next``; or all."""
+        num_drafts = self.runner.num_drafts if num_drafts is None else num_drafts
+        ids, query_len = list(self.running), num_drafts + 1
         computed, new_blocks = [self._optimistic[each] for each in ids], []
         for request_id, start in zip(ids, computed, strict=True):
             new = []
@@ -214,16 +218,16 @@ class DraftRequests:
         output = make_output(ids, computed, new_blocks, finished)
         output.num_scheduled_tokens = dict.fromkeys(ids, query_len)
         output.total_num_scheduled_tokens = query_len * len(ids)
-        output.scheduled_spec_decode_tokens = {each: [-1] * self.runner.num_drafts for each in ids}
-        output.num_spec_tokens_to_schedule = self.runner.num_drafts
+        output.scheduled_spec_decode_tokens = {each: [-1] * num_drafts for each in ids if num_drafts}
+        output.num_spec_tokens_to_schedule = self.runner.num_drafts if num_next is None else num_next
         return output
 
-    def expect(self, ids: Sequence[str]) -> list[list[int]]:
-        """Return each request's next tokens by its drafts, which the step has now verified."""
+    def expect(self, ids: Sequence[str], num_drafts: int | None = None) -> list[list[int]]:
+        """Return each request's next tokens by its drafts, if any, which the step has now verified."""
         told = []
         for request_id in ids:
             start = self.num_known[request_id]
-            drafts = self._propose(self.runner.req_states.req_id_to_index[request_id], start)
+            drafts = self._propose(self.runner.req_states.req_id_to_index[request_id], start)[:num_drafts]
             text = self.texts[request_id]
             count = 1
             while count <= len(drafts) and drafts[count - 1] == text[start + count - 1]:
@@ -232,10 +236,11 @@ class DraftRequests:
             told.append(text[start : start + count])
         return told
 
-    def hear(self, ids: Sequence[str], told: Sequence[list[int]]) -> None:
+    def hear(self, ids: Sequence[str], told: Sequence[list[int]], num_drafts: int | None = None) -> None:
         """Take back the drafts that were not right."""
+        query_len = self.runner.decode_query_len if num_drafts is None else num_drafts + 1
         for request_id, tokens in zip(ids, told, strict=True):
-            self._optimistic[request_id] -= self.runner.decode_query_len - len(tokens)
+            self._optimistic[request_id] -= query_len - len(tokens)
 
     def next_tokens(self) -> dict[str, list[int]]:
         return {each: self.texts[each][self.num_known[each] :] for each in self.running}
