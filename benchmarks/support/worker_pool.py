@@ -201,12 +201,13 @@ class Engines:
         _end([self.running.pop(name)])
 
     def run_all(self, requests: Requests, sampling: Sampling) -> None:
-        """Let all workers run the same at the same time; drop those that fail."""
-        for worker in self.running.values():
-            worker.send("run", requests, sampling)
+        """Let all workers run the same, one after the other; drop those that fail.
+
+        Engines that time their own steps see nothing of others on the GPU.
+        """
         for name, worker in list(self.running.items()):
             try:
-                worker.receive()
+                worker.run(requests, sampling)
             except EngineError as error:
                 self.drop(name, error)
 

@@ -84,6 +84,36 @@ def test_each_size_of_batch_has_its_own_times() -> None:
         assert engine.chosen[-120:].count(best) > 110
 
 
+def test_a_size_that_has_not_been_seen_takes_what_the_most_similar_one_takes() -> None:
+    engine = Engine(DraftDepth(NUM_DRAFTS))
+    engine.run(200, 40, 0.1)
+    for num_requests in (70, 250, 20):
+        engine.run(3, num_requests, 0.1)
+    assert engine.chosen[-9:] == [0] * 9
+
+
+@pytest.mark.parametrize("slow", [0, NUM_DRAFTS])
+@pytest.mark.parametrize(("share", "best"), [(0.9, NUM_DRAFTS), (0.1, 0)])
+def test_times_beside_others_on_the_gpu_are_forgotten(slow: int, share: float, best: int) -> None:
+    is_shared = True
+    depth = DraftDepth(NUM_DRAFTS)
+    engine = Engine(depth, lambda drafts, _: TIMES[drafts] * (4.0 if is_shared and drafts == slow else 1.0))
+    engine.run(40, 8, share)
+    is_shared = False
+    # The longer, the more another trial would cost by what was measured.
+    engine.run(4000, 8, share)
+    assert engine.chosen[-500:].count(best) > 0.95 * 500
+
+
+@pytest.mark.parametrize("verify_s", [1.02, 2.5, 20.0])
+def test_trials_cost_next_to_nothing(verify_s: float) -> None:
+    engine = Engine(DraftDepth(NUM_DRAFTS), lambda drafts, _: verify_s if drafts else 1.0)
+    engine.run(300, 16, 0.0)
+    engine.seconds = engine.tokens = 0.0
+    engine.run(20_000, 16, 0.0)
+    assert engine.tokens / engine.seconds > 0.98 * 16
+
+
 def test_times_that_have_changed_are_found_out() -> None:
     verify_s = 9.0
     engine = Engine(DraftDepth(NUM_DRAFTS), lambda drafts, _: verify_s if drafts else 1.0)

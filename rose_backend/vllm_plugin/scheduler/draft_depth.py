@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,26 @@ _STEPS_BETWEEN_LOOKS = 8
 """Decisions are this many steps apart: the first steps after a change have the tokens of steps before it."""
 _MIN_TIMES, _MAX_TIMES = 4, 15
 """Times of steps that a median is taken of."""
-_STEPS_BETWEEN_TRIALS = 5000
-"""Steps after which the number of drafts that is not in use is timed again: contexts have grown. A trial is about ten
-steps, and costs at most as much as ten of the slower kind."""
+_TRIAL_STEPS, _MAX_COST = 10, 0.01
+"""Steps of a trial, about, and the share of its tokens that an engine may lose by trials. The number of drafts that is
+not in use is timed again when one is worth it: contexts have grown, or others use the GPU no more."""
+_STEPS_BETWEEN_TRIALS = (100, 20_000)
+"""At least, and at most."""
 _MIN_GAIN = 1.02
 """By which the number of drafts that is not in use must be better, so that noise changes nothing."""
 _NUM_OBSERVED = 32
 """Steps over which accepted drafts are averaged; older ones fade."""
 _MAX_TOKENS_LOOKED_AT = 8192
 """Last tokens of a request that drafts are looked up in: about 0.4 ms of the CPU's time."""
+
+
+class _Comparison(NamedTuple):
+    """Both kinds of steps of batches of one size, timed one behind the other."""
+
+    seconds: dict[int, float]
+    """By number of drafts."""
+    num_steps: int
+    """When it was made, as ``DraftDepth`` counts."""
 
 
 class DraftDepth:
@@ -42,10 +54,11 @@ class DraftDepth:
         self.num_drafts = self._depth = num_drafts
         # By number of drafts and size of the batch, in powers of two.
         self._times = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=_MAX_TIMES))
+        self._comparisons: dict[int, _Comparison] = {}
+        # Of trials that have begun: the number of drafts before, and the time of a step with them.
+        self._trials: dict[int, tuple[int, float]] = {}
         self._num_accepted, self._num_observed = 0.0, 0
-        self._num_steps = self._num_drafted = self._next_look = 0
-        self._next_trials = defaultdict[int, int](int)
-        self._size = 0
+        self._num_steps = self._num_drafted = self._next_look = self._size = 0
 
     def __str__(self) -> str:
         of_all = self._num_steps and 100.0 * self._num_drafted / self._num_steps
@@ -59,25 +72,54 @@ class DraftDepth:
         last_size, self._size = self._size, num_requests.bit_length()
         if self._num_steps >= self._next_look or self._size != last_size:
             self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
-            if self._is_other_better(self._size):
+            if self._is_other_better(self._size) or self._is_trial_due(self._size):
                 self._depth = self.num_drafts - self._depth
         self._num_drafted += self._depth > 0
         return self._depth
 
-    def _is_other_better(self, size: int) -> bool:
-        other = self.num_drafts - self._depth
-        here, there = self._times[self._depth, size], self._times[other, size]
-        if len(here) < _MIN_TIMES or not self._num_observed:
-            return False
-        if len(there) < _MIN_TIMES or self._num_steps >= self._next_trials[size]:
-            there.clear()
-            self._next_trials[size] = self._num_steps + _STEPS_BETWEEN_TRIALS
-            return True
-        return self._tokens_per_second(other, there) > _MIN_GAIN * self._tokens_per_second(self._depth, here)
+    def _seconds_here(self, size: int) -> float | None:
+        """Return what a step takes with the present number of drafts; None if that is not known."""
+        times = self._times[self._depth, size]
+        return median(times) if len(times) >= _MIN_TIMES else None
 
-    def _tokens_per_second(self, depth: int, times: deque[float]) -> float:
-        """Of each request."""
-        return (1.0 + (self._num_accepted if depth else 0.0)) / median(times)
+    def _is_other_better(self, size: int) -> bool:
+        here, trial = self._seconds_here(size), self._trials.get(size)
+        if trial is not None and trial[0] != self._depth:
+            if here is None:
+                # It goes on.
+                return False
+            del self._trials[size]
+            self._comparisons[size] = _Comparison({trial[0]: trial[1], self._depth: here}, self._num_steps)
+        if not self._comparisons:
+            return False
+        # Batches of a size that has not been seen take what the most similar one takes.
+        nearest = min(self._comparisons, key=lambda other: abs(other - size))
+        rates = self._rates(self._comparisons[nearest])
+        return rates[self.num_drafts - self._depth] > _MIN_GAIN * rates[self._depth]
+
+    def _is_trial_due(self, size: int) -> bool:
+        """Whether to try the other number of drafts; then note what a step takes with the present one."""
+        here, known = self._seconds_here(size), self._comparisons.get(size)
+        if here is None or not self._num_observed:
+            return False
+        if known is not None and self._num_steps - known.num_steps < self._steps_until_trial(known):
+            return False
+        self._trials[size] = self._depth, here
+        self._times[self.num_drafts - self._depth, size].clear()
+        return True
+
+    def _steps_until_trial(self, known: _Comparison) -> float:
+        """Return after how many steps another trial is worth what it costs, by the last one."""
+        rates, other = self._rates(known), self.num_drafts - self._depth
+        lost = max(1.0 - rates[other] / rates[self._depth], 0.0)
+        num_steps = _TRIAL_STEPS * known.seconds[other] / known.seconds[self._depth] * lost / _MAX_COST
+        least, most = _STEPS_BETWEEN_TRIALS
+        return min(max(num_steps, least), most)
+
+    def _rates(self, known: _Comparison) -> dict[int, float]:
+        """Return the tokens per second of each request, by number of drafts."""
+        accepted = self._num_accepted
+        return {depth: (1.0 + accepted * (depth > 0)) / seconds for depth, seconds in known.seconds.items()}
 
     def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
         """Note how long a step took in which ``num_requests`` decoded, with ``depth`` drafts each, and nothing else."""
