@@ -133,6 +133,7 @@ TABLES = {
     "vllm_llama8b_int4": Table("inside_vllm", "h200/vllm_llama8b_int4.json", _offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
     "vllm_ngram_qwen3": Table("inside_vllm", "h200/vllm_ngram_qwen3.json", _offline_table),
+    "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
     "vllm_eagle3_qwen3": Table("inside_vllm", "h200/vllm_eagle3_qwen3.json", _offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
     "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),

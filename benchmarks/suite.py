@@ -129,13 +129,17 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         _INSIDE_VLLM,
     ),
     **{
-        f"vllm_{name}_qwen3": (
-            f"{_OFFLINE} --shape qwen3-0.6b --dtype bfloat16 --backends rose-in-vllm vllm --scenes decode "
+        f"vllm_{name}": (
+            f"{_OFFLINE} --shape {shape} --dtype bfloat16 --backends rose-in-vllm vllm --scenes decode "
             "--batches 1 32 256 --cases greedy --compare-drafts --kv-cache-tokens 98304 "
             f"--engine-options 'rose-in-vllm={options}' --engine-options 'vllm={options}'",
             _INSIDE_VLLM,
         )
-        for name, options in (("ngram", _NGRAM), ("eagle3", _EAGLE3))
+        for name, shape, options in (
+            ("ngram_qwen3", "qwen3-0.6b", _NGRAM),
+            ("ngram_llama8b", "llama-8b", _NGRAM),
+            ("eagle3_qwen3", "qwen3-0.6b", _EAGLE3),
+        )
     },
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
