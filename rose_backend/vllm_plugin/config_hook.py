@@ -233,9 +233,7 @@ def _describe_idle_parts(vllm_config: VllmConfig, switches: PluginConfig, choice
         "exact_cached_tokens": None if options.uses_rose_manager(vllm_config) else options.NEEDS_MANAGER,
         "joined_outputs": "vLLM's Rust front end" if options.has_rust_front_end(vllm_config) else None,
         "step_budget": options.why_steps_have_no_budget(vllm_config),
-        "adaptive_drafts": options.why_drafts_are_fixed(vllm_config)
-        if vllm_config.speculative_config
-        else None,
+        "adaptive_drafts": options.why_drafts_are_fixed(vllm_config),
     }
     names_of: dict[str, list[str]] = {}
     for name, reason in why_idle.items():

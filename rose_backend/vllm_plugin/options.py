@@ -229,14 +229,17 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
 
 def adapts_drafts(vllm_config: VllmConfig) -> bool:
     """Whether Rose's scheduler chooses, step by step, between all drafts that are asked for and none."""
-    return rose_options(vllm_config).adaptive_drafts and why_drafts_are_fixed(vllm_config) is None
+    has_drafts = vllm_config.speculative_config is not None
+    return (
+        has_drafts and rose_options(vllm_config).adaptive_drafts and why_drafts_are_fixed(vllm_config) is None
+    )
 
 
 def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:
-    """Return why every step has as many drafts as are asked for; None if they may be left out."""
+    """Return why every step has as many drafts as are asked for; None if they may be left out, or none are."""
     speculative = vllm_config.speculative_config
     if speculative is None:
-        return "no drafts"
+        return None
     reasons = {
         "batched_scheduling off": not rose_options(vllm_config).batched_scheduling,
         # Ranks would choose apart.

@@ -23,11 +23,13 @@ from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     SCHEDULER_CLASS,
+    adapts_drafts,
     appends_in_attention,
     batches_decode_steps,
     has_sliding_windows,
     is_rose_selected,
     rose_options,
+    why_drafts_are_fixed,
     why_steps_have_no_budget,
 )
 from tests.support.vllm_plugin.configs import (
@@ -184,6 +186,37 @@ def test_n_grams_that_vllm_does_not_schedule_asynchronously_are_not_said_to_be(
     assert idle_parts(rose_log[-1])["batched_scheduling"] == "drafts without asynchronous scheduling"
 
 
+@pytest.mark.parametrize(
+    ("switches", "speculative", "ranks", "reason"),
+    [
+        ({}, {}, 1, None),
+        ({"adaptive_drafts": False}, {}, 1, None),
+        ({"batched_scheduling": False}, {}, 1, "batched_scheduling off"),
+        ({"block_manager": False}, {}, 1, "only with Rose's block manager"),
+        ({}, {}, 2, "drafts with data parallelism"),
+        ({}, {"enable_adaptive_verification": True}, 1, "enable_adaptive_verification"),
+    ],
+)
+def test_drafts_may_be_left_out(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    switches: dict[str, Any],
+    speculative: dict[str, Any],
+    ranks: int,
+    reason: str | None,
+) -> None:
+    config = make_config(speculative_config=n_grams(method="ngram_gpu"), **rose(**switches))
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    config.scheduler_config.async_scheduling = True
+    config.parallel_config.data_parallel_size = ranks
+    for name, value in speculative.items():
+        monkeypatch.setattr(config.speculative_config, name, value)
+    assert adapts_drafts(config) == (reason is None and switches.get("adaptive_drafts", True))
+    assert why_drafts_are_fixed(config) == reason
+    config.speculative_config = None
+    assert not adapts_drafts(config) and why_drafts_are_fixed(config) in (None, reason)
+
+
 DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
     "n-grams": ({}, True, True, None),
     "model runner V1": ({}, False, True, "drafts with model runner V1"),
@@ -215,8 +248,9 @@ def test_which_drafts_are_scheduled_at_once(
     config.scheduler_config.async_scheduling = is_async
     line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
     assert f"decodes scheduled {'one by one' if reason else 'at once'};" in line
-    assert [idle_parts(line).get(name) for name in ("batched_scheduling", "step_budget")] == [reason] * 2
-    assert batches_decode_steps(config) is (reason is None)
+    names = ("batched_scheduling", "step_budget", "adaptive_drafts")
+    assert [idle_parts(line).get(name) for name in names] == [reason] * 3
+    assert batches_decode_steps(config) is adapts_drafts(config) is (reason is None)
     # Whatever its name, a drafter that writes behind a step's tokens needs more room.
     monkeypatch.setattr(type(config), "num_lookahead_tokens", 2)
     assert not batches_decode_steps(config)
