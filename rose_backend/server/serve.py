@@ -36,6 +36,7 @@ from rose_backend.server.middleware import DirectRoutes, Middleware
 from rose_backend.server.protocol import ErrorAnswer
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
+from rose_backend.server.stats_log import log_stats
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._stats_log: asyncio.Task[None] | None = None
         self.engine_has_died = False
         """Set when the server has ended."""
 
@@ -148,14 +150,19 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             age_s = process_age_s()
             logger.info("serving %s on %s after %.1f s", self._service.model_name, _describe(listener), age_s)
+        settings = self._service.settings
+        if settings.log_stats:
+            log = log_stats(self._service.engine, exact_cached_tokens=settings.exact_cached_tokens)
+            self._stats_log = asyncio.create_task(log)
         self._loop = asyncio.get_running_loop()
         if self._service.is_draining:
             self._begin_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections, then the engine."""
-        if self._drain is not None:
-            self._drain.cancel()
+        for task in (self._drain, self._stats_log):
+            if task is not None:
+                task.cancel()
         await super().shutdown(sockets)
         self.engine_has_died = not self._service.engine.is_running
         await self._service.engine.shutdown()
