@@ -28,7 +28,7 @@ from rose_backend.engine.client import EngineClient
 from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.errors import ConfigError
-from rose_backend.server import routes
+from rose_backend.server import page, routes
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
 from rose_backend.server.error_answers import add_error_handlers
@@ -98,8 +98,10 @@ def build_app(service: Service) -> ASGIApp:
     app.state.service = service
     add_error_handlers(app)
     app.include_router(routes.router)
-    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
     settings = service.settings
+    if settings.page:
+        app.include_router(page.router)
+    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
     if not settings.allowed_origins:
         return answers
     # Around all else: a browser asks without a key whether a page may send a request, and shows it refusals only with

@@ -50,7 +50,7 @@ def test_health_and_version(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
+    "path", ["/", "/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
 )
 def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
     head, get = server.http.head(path), server.http.get(path)
