@@ -29,7 +29,7 @@ class StatsLog:
         self._was_idle = True
 
     def write(self, counters: Counters, now_s: float) -> None:
-        """Write the line; at level DEBUG where nothing was computed since the line before the last."""
+        """Write the line; at level DEBUG where this one and the one before tell of no traffic."""
         (stats, load), last = counters, self._last
         seconds = max(now_s - self._last_s, 1e-9)
         queries = stats.prefix_cache_queries - last.prefix_cache_queries
@@ -49,7 +49,8 @@ class StatsLog:
             f"KV cache usage: {load.kv_cache_usage:.1%}",
             *([f"Prefix cache hit rate: {hits / queries:.1%}"] if queries else []),
         ]
-        is_idle = not num_prompt and not num_generated
+        # Requests that run or wait without a token are worth a line, too.
+        is_idle = not (num_prompt or num_generated or load.num_running or load.num_waiting)
         logger.log(logging.DEBUG if is_idle and self._was_idle else logging.INFO, ", ".join(parts))
         self._last, self._last_s, self._was_idle = stats, now_s, is_idle
 
