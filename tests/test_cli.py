@@ -299,8 +299,21 @@ def test_help_shows_every_option_and_no_command_that_does_not_exist(
         assert f"--no-{name.replace('_', '-')}" in text
     assert run("--help") == 0
     commands = capsys.readouterr().out
-    assert all(f"\n    {name} " in commands for name in ("generate", "serve", "blocks", "env"))
-    assert "bench" not in commands
+    assert all(
+        f"\n    {name} " in commands for name in ("generate", "serve", "warmup", "bench", "blocks", "env")
+    )
+    assert "benchmark" not in commands
+
+
+def test_bench_without_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(os, "execv", None)  # else it would become this process
+    assert run("bench", "serve", "--backend", "openai") == 2
+    assert_one_line_error(capsys, "bench: needs vLLM, which is not installed; pip install 'WHEEL[vllm]'")
+    assert run("bench", "throughput") == 2
+    assert_one_line_error(capsys, "'throughput' (choose from")
+    assert run("bench", "--help") == 0
+    assert "rose bench serve [-h] [OPTIONS OF vllm bench serve]" in capsys.readouterr().out
 
 
 def test_env_reports_versions_and_parts(capsys: pytest.CaptureFixture[str]) -> None:

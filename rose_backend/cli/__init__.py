@@ -1,4 +1,4 @@
-"""The ``rose`` command: ``rose generate``, ``serve``, ``warmup``, ``blocks`` and ``env``."""
+"""The ``rose`` command: ``rose generate``, ``serve``, ``warmup``, ``bench``, ``blocks`` and ``env``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rose_backend import __version__
 from rose_backend.cli.generate import add_generate_command
 from rose_backend.cli.options import EXIT_USAGE, RoseParser, unknown_option_message
 from rose_backend.cli.serve import add_serve_command
-from rose_backend.cli.tools import add_blocks_command, add_env_command, add_warmup_command
+from rose_backend.cli.tools import add_bench_command, add_blocks_command, add_env_command, add_warmup_command
 from rose_backend.errors import ConfigError, RoseError
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -57,6 +57,7 @@ def build_parser() -> RoseParser:
     add_generate_command(commands)
     add_serve_command(commands)
     add_warmup_command(commands)
+    add_bench_command(commands)
     add_blocks_command(commands)
     add_env_command(commands)
     return parser

@@ -61,6 +61,8 @@ _SERVER_HELP = {
     "exact_cached_tokens": "tell clients and metrics every cached token (default: off, whole blocks of at least 16 "
     "tokens)",
     "log_requests": "log one line per request (default: on)",
+    "page": "serve a page at / that shows requests, throughput and KV blocks, and has a chat (default: on)",
+    "log_stats": "log throughput, requests and KV cache usage every 10 s while there is traffic (default: on)",
     "frontend_multiprocessing": "run the engine in a separate process, beside the one that serves HTTP (default: on)",
 }
 

@@ -1,9 +1,10 @@
-"""``rose warmup``, ``blocks`` and ``env``: what helps to run an engine, and to look into it."""
+"""``rose warmup``, ``bench``, ``blocks`` and ``env``: what helps to run an engine, and to look into it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -95,6 +96,34 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     if match is None:
         raise ConfigError(f"compute_capability: got {text!r}, allowed are numbers such as 8.0 and 9.0")
     return int(match[1]), int(match[2])
+
+
+def add_bench_command(commands: Commands) -> None:
+    """Add ``rose bench``, whose options are those of ``vllm bench``."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a running server, as vllm bench serve does",
+        usage="rose bench serve [-h] [OPTIONS OF vllm bench serve]",
+        description="Send requests to rose serve or to any other server with OpenAI's routes, and print latencies and "
+        "throughput. vLLM's own benchmark runs, so options, figures and JSON are those of vllm bench serve, which has "
+        "to be installed; rose bench serve --help=all lists them.",
+    )
+    parser.add_argument("kind", choices=("serve",), metavar="serve", help="what to measure: a running server")
+    parser.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="options of vllm bench serve, such as --backend openai --dataset-name random --port 8000",
+    )
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("bench: needs vLLM, which is not installed; pip install 'WHEEL[vllm]' brings it")
+    # A process of its own: vLLM's command reads sys.argv itself. -P: nothing is imported from the current directory.
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "bench", args.kind, *args.options]
+    os.execv(sys.executable, command)
 
 
 def add_blocks_command(commands: Commands) -> None:

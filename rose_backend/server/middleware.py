@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _COUNTING_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES) | {
+    "/",
     "/v1/models",
     "/health",
     "/ping",
@@ -53,8 +54,8 @@ ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES) | {
 }
 READ_ROUTES = ROUTES - GENERATING_ROUTES - _COUNTING_ROUTES
 """Routes of GET, which also answer HEAD."""
-OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
-"""Routes without API key: probes and scrapers have none."""
+OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/metrics"})
+"""Routes without API key: probes and scrapers have none, and the page holds nothing of anybody's."""
 
 MAX_PER_TURN = 4
 """New requests per turn of the event loop. Preparing that many short ones takes less than writing one event to each of
@@ -166,7 +167,7 @@ class Middleware:
         # Without a status nothing was sent: the client had disconnected.
         record.status = record.status or CLIENT_LEFT
         self._service.metrics.responses.labels(record.route, str(record.status)).inc()
-        # Successful probes and scrapes, every few seconds, are not logged.
+        # Successful probes and scrapes, every few seconds, are not logged, nor is the page.
         if self._service.settings.log_requests and not (record.route in OPEN_ROUTES and record.status == 200):
             record.log()
 

@@ -28,7 +28,7 @@ from rose_backend.engine.client import EngineClient
 from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.errors import ConfigError
-from rose_backend.server import routes
+from rose_backend.server import page, routes
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
 from rose_backend.server.error_answers import add_error_handlers
@@ -36,6 +36,7 @@ from rose_backend.server.middleware import DirectRoutes, Middleware
 from rose_backend.server.protocol import ErrorAnswer
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
+from rose_backend.server.stats_log import log_stats
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,10 @@ def build_app(service: Service) -> ASGIApp:
     app.state.service = service
     add_error_handlers(app)
     app.include_router(routes.router)
-    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
     settings = service.settings
+    if settings.page:
+        app.include_router(page.router)
+    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
     if not settings.allowed_origins:
         return answers
     # Around all else: a browser asks without a key whether a page may send a request, and shows it refusals only with
@@ -138,6 +141,7 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._stats_log: asyncio.Task[None] | None = None
         self.engine_has_died = False
         """Set when the server has ended."""
 
@@ -148,14 +152,19 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             age_s = process_age_s()
             logger.info("serving %s on %s after %.1f s", self._service.model_name, _describe(listener), age_s)
+        settings = self._service.settings
+        if settings.log_stats:
+            log = log_stats(self._service.engine, exact_cached_tokens=settings.exact_cached_tokens)
+            self._stats_log = asyncio.create_task(log)
         self._loop = asyncio.get_running_loop()
         if self._service.is_draining:
             self._begin_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections, then the engine."""
-        if self._drain is not None:
-            self._drain.cancel()
+        for task in (self._drain, self._stats_log):
+            if task is not None:
+                task.cancel()
         await super().shutdown(sockets)
         self.engine_has_died = not self._service.engine.is_running
         await self._service.engine.shutdown()

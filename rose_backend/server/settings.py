@@ -105,6 +105,10 @@ class ServerSettings:
     """Report every cached token; off: whole multiples of the block size, and of at least 16."""
     log_requests: bool = True
     """Write one line per request."""
+    page: bool = True
+    """Show what the engine does, and a chat, at ``/``."""
+    log_stats: bool = True
+    """Write a line about throughput every 10 s while there is traffic."""
     frontend_multiprocessing: bool = True
     """Run the engine in a separate process; off: in a thread of the one that serves HTTP."""
 

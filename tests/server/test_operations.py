@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from rose_backend import __version__
@@ -25,6 +26,7 @@ from tests.server.live_server import (
 )
 
 PROMPT = "Once upon a time"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_models_are_listed(server: LiveServer, tiny_model_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_health_and_version(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
+    "path", ["/", "/health", "/ping", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"]
 )
 def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
     head, get = server.http.head(path), server.http.get(path)
@@ -312,6 +314,31 @@ def test_a_dashboard_for_vllm_finds_everything(server: LiveServer) -> None:
     text = server.http.get("/metrics").text
     for name in DASHBOARD:
         assert re.search(rf'(?m)^rose:{name}{{(.*,)?model_name="{MODEL}"', text), name
+
+
+def test_the_dashboard_asks_for_what_is_served(server: LiveServer) -> None:
+    server.complete(prompt=PROMPT, max_tokens=2, ignore_eos=True)
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            # Prometheus itself says which server a sample is of.
+            labels.setdefault(sample.name, {"instance"}).update(sample.labels)
+    board = json.loads((EXAMPLES / "grafana_dashboard.json").read_text())
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    for name in ("model_name", "instance"):
+        match = re.fullmatch(r"label_values\((rose:\w+), (\w+)\)", variables[name]["definition"])
+        assert match and match[2] in labels[match[1]] and variables[name]["query"]["query"] == match[0]
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    assert len(targets) == 30
+    for query, legend in ((each["expr"], each["legendFormat"]) for each in targets):
+        selectors = re.findall(r"(rose:\w+)\{(.*?)\}", query)
+        assert selectors and len(selectors) == query.count("rose:"), query
+        known = set.intersection(*(labels.get(name, set()) for name, _ in selectors))
+        matchers = ", ".join(text for _, text in selectors).split(", ")
+        asked = {each.partition("=")[0] for each in matchers} | set(re.findall(r"\{\{(\w+)\}\}", legend))
+        asked |= {name for group in re.findall(r"by \((.*?)\)", query) for name in group.split(", ")}
+        assert asked <= known, f"{query} ({legend}): {asked - known}"
+        assert set(re.findall(r"\$(\w+)", query)) <= variables.keys() | {"__rate_interval"}, query
 
 
 def test_times_of_a_request_add_up(server: LiveServer) -> None:

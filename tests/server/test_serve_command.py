@@ -224,6 +224,8 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         *("--allowed-origins", '["https://x.org", "http://[::1]:80"]', "--allowed-methods", '["GET"]'),
         *("--allowed-headers", '["x-a"]', "--allow-credentials"),
         "--no-log-requests",
+        "--no-log-stats",
+        "--no-page",
         "--no-frontend-multiprocessing",
         "--share-prefix-cache",
         "--exact-cached-tokens",
@@ -235,6 +237,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     ]
     argv += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     given |= {"served_model_names": ("a", "b"), "api_keys": ("k1", "k2"), "log_requests": False}
+    given |= {"log_stats": False, "page": False}
     given |= {"allowed_origins": ("https://x.org", "http://[::1]:80"), "allowed_methods": ("GET",)}
     given |= {"allowed_headers": ("x-a",), "allow_credentials": True}
     given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
