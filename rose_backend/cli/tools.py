@@ -121,7 +121,8 @@ def add_bench_command(commands: Commands) -> None:
 def _bench(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("bench: needs vLLM, which is not installed; pip install 'WHEEL[vllm]' brings it")
-    # A process of its own: vLLM's command reads sys.argv itself. -P: nothing is imported from the current directory.
+    # vLLM's command reads sys.argv itself, so it takes over this process. With -P nothing is imported from the current
+    # directory.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "bench", args.kind, *args.options]
     os.execv(sys.executable, command)
 

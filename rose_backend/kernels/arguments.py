@@ -309,7 +309,7 @@ class StepState:
     token_ids: torch.Tensor  # [MR, S] int32, of prompt and output
     output_counts: torch.Tensor | None  # [MR, V] int32, of each token in the output
     draft_tokens: torch.Tensor | None = (
-        None  # [MR, N] int64, proposed behind the last token; None without drafts
+        None  # [MR, N] int64, proposed after the last token; None without drafts
     )
 
 
@@ -333,7 +333,7 @@ class MixedRows:
     query_start_loc: torch.Tensor  # [R + 1] int32
     is_prompt: (
         torch.Tensor
-    )  # [R] int32, 1: its tokens are known already; 0: its last token, and drafts behind it
+    )  # [R] int32, 1: its tokens are known already; 0: its last token, and drafts after it
     is_due: torch.Tensor  # [R] int32, 1: it gets a new token, as nothing known remains to be computed
 
     def first(self, num_rows: int) -> MixedRows:

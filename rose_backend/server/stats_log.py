@@ -37,7 +37,7 @@ class StatsLog:
         reported = stats.reported_prefix_cache_hits - last.reported_prefix_cache_hits
         hits = found if self._exact_cached_tokens else reported
         num_prompt = stats.prompt_tokens_computed - last.prompt_tokens_computed + found - hits
-        # Tokens behind a stop string are taken back once the text is known.
+        # Tokens after a stop string are taken back once the text is known.
         num_generated = max(stats.generated_tokens - last.generated_tokens, 0)
         preemptions = stats.preemptions - last.preemptions
         parts = [

@@ -128,13 +128,13 @@ def begin_mixed_step(
     max_query_len: int,
     padding_slot: int,
 ) -> None:
-    """Write the inputs of a step with several tokens in a row: parts of prompts, or a last token and drafts behind it.
+    """Write the inputs of a step with several tokens in a row: parts of prompts, or a last token and drafts after it.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
     there. Block tables are written as by ``begin_decode_step``. Groups with states are not served.
 
     Args:
-        state: with drafts, a row that is no prompt has up to all of its slot's behind its last token.
+        state: with drafts, a row that is no prompt has up to all of its slot's after its last token.
         computed_tokens: of rows that decode attention takes, which have one token, or as many as one with all drafts;
             and of rows with more of them; -1 in all other rows.
         num_tokens: T, with padding.
@@ -277,7 +277,7 @@ def end_step(
         tokens: sampled by the step.
         rows: of a mixed step, R of them: rows that are not due get no token. None: each row has computed one token, or
             as many as it gets.
-        num_sampled: of each row's N tokens, those that it gets, at least one: accepted drafts and one behind them. What
+        num_sampled: of each row's N tokens, those that it gets, at least one: accepted drafts and one after them. What
             has been computed of other drafts does not count. None: one of one. Only without ``rows``.
 
     Raises:

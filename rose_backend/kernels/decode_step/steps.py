@@ -212,7 +212,7 @@ def _pad_tokens(
 
 @triton.jit
 def _decoded_ids(last_tokens_ptr, draft_tokens_ptr, num_drafts, slot, offsets, mask):
-    """Return the tokens of a row that is no prompt, by their place in the row: the last one, and drafts behind it."""
+    """Return the tokens of a row that is no prompt, by their place in the row: the last one, and drafts after it."""
     ids = tl.zeros_like(offsets) + tl.load(last_tokens_ptr + slot).to(tl.int32)
     if draft_tokens_ptr is not None:
         is_draft = mask & (offsets > 0) & (offsets <= num_drafts)

@@ -35,7 +35,7 @@ _MAX_TOKENS_LOOKED_AT = 8192
 
 
 class _Comparison(NamedTuple):
-    """Both kinds of steps of batches of one size, timed one behind the other."""
+    """Both kinds of steps of batches of one size, timed one after the other."""
 
     seconds: dict[int, float]
     """By number of drafts."""
@@ -147,7 +147,7 @@ class ShadowDrafts:
         self._start = 0
 
     def look(self, requests: Sequence[Request]) -> int | None:
-        """Return how many drafts were right of the request looked at, once it has as many tokens behind; else None.
+        """Return how many drafts were right of the request looked at, once it has as many more tokens; else None.
 
         Then, or if it runs no more, the next one of these ``requests`` has its turn.
         """
@@ -169,7 +169,7 @@ class ShadowDrafts:
 
 
 def look_up(tokens: NDArray[np.int64], num_drafts: int, min_n: int, max_n: int) -> list[int]:
-    """Return the drafts that vLLM's lookup by n-grams makes behind ``tokens``, [T].
+    """Return the drafts that vLLM's lookup by n-grams makes after ``tokens``, [T].
 
     They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that
     ``tokens`` end with. What is missing is the last token again.

@@ -1,10 +1,10 @@
 """Steps of decodes with n-gram drafts as three replays: a prologue, vLLM's own graph of the layers, and an end.
 
 Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end has
-the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token behind
+the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token after
 them; it moves the state on, and lets vLLM's lookup propose the next drafts, which stay where the next prologue finds
-them. So the device knows by itself how far each request is: vLLM's scheduler runs ahead as if all drafts were right,
-and hears of the others when it reads the tokens. All state is vLLM's, and complete after every step.
+them. So the device knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and
+learns of the others when it reads the tokens. All state is vLLM's, and complete after every step.
 
 vLLM's kernels are captured as they are. What they need of each request (temperature, seed) takes turns in vLLM's
 memory, so it is copied to fixed addresses when the batch changes.
@@ -177,7 +177,7 @@ class DraftSteps(WholeSteps):
     def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
         self._ends.run((batch.end, batch.num_rows_of_end))
         self._pending = self._buffers.copy(batch, self._tokens, num_sampled=self._num_sampled)
-        # Without asynchronous scheduling vLLM asks for drafts behind each step. Their number is all it is told.
+        # Without asynchronous scheduling vLLM asks for drafts after each step. Their number is all it is told.
         self._runner.draft_tokens_handler.set_draft_tokens(
             SimpleNamespace(req_ids=batch.request_ids, has_structured_output_reqs=False), self._drafts
         )
@@ -237,7 +237,7 @@ class DraftSteps(WholeSteps):
         self._num_sampled[start:end].copy_(num_sampled)
 
     def _propose(self, slots: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
-        """Return what vLLM's lookup proposes behind the requests' tokens, [R, N]."""
+        """Return what vLLM's lookup proposes after the requests' tokens, [R, N]."""
         states = self._runner.req_states
         batch: Any = SimpleNamespace(num_reqs=len(slots), idx_mapping=slots)
         nothing: Any = None

@@ -45,7 +45,7 @@ class OutputBuffers:
         max_num_rows: of a step.
         num_words: of a row's ``ReportRecord``; 0 without reports.
         device: where the tokens are.
-        max_num_tokens: of a row: one, or one behind all drafts.
+        max_num_tokens: of a row: one, or one after all drafts.
     """
 
     def __init__(

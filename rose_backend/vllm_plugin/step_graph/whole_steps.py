@@ -30,7 +30,7 @@ class WholeSteps(ABC):
     """Captures and replays the steps of one model runner.
 
     A kind of steps says which of vLLM's graphs of the layers they have, what is captured before (``_begins``, by rows)
-    and behind (``_ends``), and when a step is replayed.
+    and after (``_ends``), and when a step is replayed.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
