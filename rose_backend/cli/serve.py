@@ -63,6 +63,8 @@ _SERVER_HELP = {
     "log_requests": "log one line per request (default: on)",
     "page": "serve a page at / that shows requests, throughput and KV blocks, and has a chat (default: on)",
     "log_stats": "log throughput, requests and KV cache usage every 10 s while there is traffic (default: on)",
+    "otlp_traces_endpoint": "address of an OpenTelemetry collector that gets a span for each prompt, such as "
+    "http://localhost:4317 (default: no spans)",
     "frontend_multiprocessing": "run the engine in a separate process, beside the one that serves HTTP (default: on)",
 }
 
@@ -87,6 +89,7 @@ _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "allowed_methods": {"type": _names, "metavar": "JSON"},
     "allowed_headers": {"type": _names, "metavar": "JSON"},
     "chat_template": {"metavar": "FILE"},
+    "otlp_traces_endpoint": {"metavar": "URL"},
     "tool_call_parser": {"metavar": "NAME", "choices": TOOL_CALL_PARSERS},
     "reasoning_parser": {"metavar": "NAME", "choices": REASONING_PARSERS},
 }

@@ -178,6 +178,35 @@ class Generation:
             histograms["request_max_num_generation_tokens"].observe(max_num_tokens)
             for num_tokens in nums_tokens:
                 histograms["request_generation_tokens"].observe(num_tokens)
+        if self._service.tracing is not None:
+            self._service.tracing.note_prompt(
+                self._record.trace_headers, self._record.start_s, self._span_attributes(index, output, now)
+            )
+
+    def _span_attributes(
+        self, index: int, output: RequestOutput, now: float
+    ) -> dict[str, str | float | None]:
+        """Return what vLLM says in a prompt's span; None where it leaves an attribute out."""
+        params, first_s, scheduled_s = self._inputs[index].params, self._first_s[index], output.scheduled_s
+        attributes: dict[str, str | float | None] = {
+            "gen_ai.request.id": self._record.request_id,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.max_tokens": params.max_tokens or None,
+            "gen_ai.request.temperature": params.temperature or None,
+            "gen_ai.request.top_p": params.top_p or None,
+            "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": sum(self._num_tokens[index].values()),
+            "gen_ai.latency.e2e": now - self._record.start_s,
+        }
+        if first_s and scheduled_s is not None:
+            attributes |= {
+                "gen_ai.latency.time_to_first_token": first_s - self._record.start_s,
+                "gen_ai.latency.time_in_queue": scheduled_s - self._submit_s[index],
+                "gen_ai.latency.time_in_model_prefill": first_s - scheduled_s,
+                "gen_ai.latency.time_in_model_decode": now - first_s,
+                "gen_ai.latency.time_in_model_inference": now - scheduled_s,
+            }
+        return attributes
 
     def _count_ends(self, reason: str, num_completions: int) -> None:
         self._record.finish_reasons.add(reason)

@@ -37,6 +37,7 @@ from rose_backend.server.error_answers import (
 from rose_backend.server.protocol import Body, check_number_of_fields, refused
 from rose_backend.server.service import RequestRecord, Service, given_key
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_AFTER_S, ServerSettings
+from rose_backend.server.tracing import trace_headers
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class Middleware:
             return
         headers = Headers(scope=scope)
         record = _make_record(scope["path"], headers)
+        if self._service.tracing is not None:
+            record.trace_headers = trace_headers(headers)
         scope.setdefault("state", {})["record"] = record
         is_head = scope["method"] == "HEAD"
         if is_head and record.route in READ_ROUTES:

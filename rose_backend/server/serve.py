@@ -170,6 +170,8 @@ class DrainingServer(uvicorn.Server):
         await self._service.engine.shutdown()
         # After a second signal: lets streams send the error that ends them.
         await self._wait_until_idle(1.0)
+        if self._service.tracing is not None:
+            await asyncio.to_thread(self._service.tracing.close)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal, between any two instructions of this thread."""

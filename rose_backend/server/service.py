@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +22,7 @@ from rose_backend.engine.outputs import Counters
 from rose_backend.engine.request import check_cache_salt, sampling_defaults
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.settings import ServerSettings
+from rose_backend.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("rose_backend.server.requests")
@@ -167,6 +168,8 @@ class RequestRecord:
     finish_reasons: set[str] = field(default_factory=set)
     error: str | None = None
     """Why the request was refused, or could not be completed."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """Of a server with tracing, what the client says about the span that the request belongs to."""
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far, as OpenAI's object; a prompt with several completions counts once."""
@@ -263,6 +266,8 @@ class Service:
             exact_cached_tokens=settings.exact_cached_tokens,
         )
         self.namespaces = CacheNamespaces(settings)
+        endpoint = settings.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self.hit_unit = 1 if settings.exact_cached_tokens else reporting_unit(engine.config.block_size)
         """Numbers of cached tokens are reported in multiples of this."""
         self.start_time_s = int(time.time())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
+from rose_backend.server.tracing import check_tracing
 
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 """vLLM's names of formats in which models call tools."""
@@ -109,6 +110,8 @@ class ServerSettings:
     """Show what the engine does, and a chat, at ``/``."""
     log_stats: bool = True
     """Write a line about throughput every 10 s while there is traffic."""
+    otlp_traces_endpoint: str | None = None
+    """OpenTelemetry collector that gets a span for each prompt; None: there are no spans."""
     frontend_multiprocessing: bool = True
     """Run the engine in a separate process; off: in a thread of the one that serves HTTP."""
 
@@ -123,6 +126,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(names)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
+        if self.otlp_traces_endpoint is not None:
+            check_tracing(self.otlp_traces_endpoint)
         for name, low, high in (
             ("port", 0, 65_535),
             ("max_connections", 1, 1 << 20),

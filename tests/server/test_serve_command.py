@@ -211,7 +211,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     given |= {"max_header_bytes": 2000, "max_headers": 20, "header_timeout_s": 1.5, "body_timeout_s": 2.5}
     given |= {"keep_alive_timeout_s": 3.5, "max_body_bytes": 5, "max_prompts": 6, "max_answer_tokens": 7}
     given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5, "tool_call_parser": "hermes"}
-    given |= {"reasoning_parser": "qwen3"}
+    given |= {"reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://localhost:4317"}
     argv = [
         "m",
         "--served-model-name",
