@@ -174,6 +174,8 @@ def test_streams_add_up_to_whole_answers(
     script.text, script.step, script.reason = text, step, reason
     whole = answered(tool_server)
     events = stream(tool_server, PATH, **ASKED, n=2)
+    # As in vLLM, none without anything new.
+    assert all(each["delta"] or each["finish_reason"] for event in events for each in event["choices"])
     num_calls = text.count('"arguments": {')
     assert len(whole["message"].get("tool_calls", ())) == num_calls
     for index in range(2):

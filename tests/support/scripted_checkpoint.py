@@ -3,10 +3,13 @@
 It answers a question, calls a tool where a conversation has tools, and says what to make of a tool's result. The logits
 are far apart, so that draws are the same at usual temperatures and whatever computes them; where a mask forbids the
 script's token, those that end JSON are the most likely ones.
+
+``python -m tests.support.scripted_checkpoint FOLDER`` writes it.
 """
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,3 +103,7 @@ def _fallbacks(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Ten
     texts = tokenizer.convert_ids_to_tokens(range(num_tokens))
     ranks = [kinds.index(text) if text in kinds else len(kinds) + (not text.isalnum()) for text in texts]
     return 10.0 - torch.tensor(ranks) - torch.arange(num_tokens) / num_tokens
+
+
+if __name__ == "__main__":
+    write_scripted_qwen3(Path(sys.argv[1]))
