@@ -94,7 +94,7 @@ def _events(exchange: Exchange) -> list[tuple[str, Any]]:
             data = fields["data"]
             read = data if data == "[DONE]" else _without_changes(json.loads(data), prompt_ids)
             events.append((fields.get("event", ""), read))
-    events += [("prompt", {"index": index, "prompt_token_ids": ids}) for index, ids in prompt_ids.items()]
+    events += [(f"prompt of {index}", {"prompt_token_ids": ids}) for index, ids in sorted(prompt_ids.items())]
     # Several completions come in any order.
     events.sort(key=lambda event: _choice_index(event[1]))
     shapes = groupby(events, key=lambda event: (event[0], _shape(event[1])))
