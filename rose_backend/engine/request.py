@@ -495,7 +495,8 @@ class InputProcessor:
             if num_tokens > max_tokens:
                 raise RequestError(
                     f"prompt: got more than {max_tokens} tokens in the first {length} of {len(text)} characters, "
-                    f"allowed are at most {max_tokens}",
+                    f"allowed are at most {max_tokens}: this model's maximum context length is "
+                    f"{self.max_model_len} tokens",
                     parameter="prompt",
                 )
         try:
@@ -509,8 +510,9 @@ class InputProcessor:
             raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
         if num_tokens > self.max_model_len - 1:
             raise RequestError(
-                f"prompt: got {num_tokens} tokens, allowed are at most {self.max_model_len - 1} "
-                f"(a window of {self.max_model_len} less one token to generate)",
+                f"prompt: got {num_tokens} tokens, allowed are at most {self.max_model_len - 1}: "
+                # Clients know this sentence of OpenAI's, and raise an error of its own for it.
+                f"this model's maximum context length is {self.max_model_len} tokens, one of them to generate",
                 parameter="prompt",
             )
 

@@ -90,6 +90,12 @@ class AnswerOptions(NamedTuple):
     """Report the token ids of prompts and completions."""
     tokens_as_token_ids: bool = False
     """Call tokens ``token_id:5`` instead of by their text, in log-probabilities."""
+    fingerprint: str = ""
+    """Of the server's version and configuration."""
+    role: str = "assistant"
+    """Of a chat's answer, as is the next option."""
+    echo: str = ""
+    """Text that its content begins with."""
 
 
 class Answer(ABC):
@@ -100,10 +106,18 @@ class Answer(ABC):
 
     object_name: str
     event_object_name: str
+    # Fields of vLLM's that are null here: of an answer, of a choice without token ids, of one that has not ended in a
+    # stream, and of token counts in its events.
+    _answer_nulls = ',"service_tier":null,"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null'
+    _no_ids: str
+    _unfinished: str
+    _usage_nulls: str
     _make_parser: Callable[[], AnswerParser] | None = None
     """None: all text is content."""
     _has_prompt_fields_in_choices: bool
     """Log-probabilities of a prompt are a field of each of its choices, else of the whole answer."""
+    _echo: Sequence[str] | None = None
+    """Text that begins the completions of each prompt."""
     _echoed_logprobs: int | None = None
     """Log-probabilities begin with those of the prompt, with at most this many alternatives."""
     _shows_prompt_only = False
@@ -117,6 +131,7 @@ class Answer(ABC):
         self._prompts = options.prompts
         self._returns_token_ids = options.return_token_ids
         self._tokens_as_token_ids = options.tokens_as_token_ids
+        self._fingerprint = f',"system_fingerprint":{_quoted(options.fingerprint)}'
         self._nums_tokens: dict[int, int] = {}
         self._completions: dict[int, GrowingCompletions] = {}
         self._kept_logprobs: dict[int, JsonLists] = {}
@@ -126,7 +141,9 @@ class Answer(ABC):
         head_json = compact_json({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
+        # What ends an event, and the last one of a completion.
         self._suffix = '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
+        self._last_suffix = self._suffix if options.include_usage else f"}}]{self._fingerprint}}}\n\n"
 
     def keep(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         """Add what is new in a prompt's completions to the whole answer; yields after each piece of work.
@@ -165,7 +182,12 @@ class Answer(ABC):
                 self._started.add(index)
                 yield from self._opening(index)
             if self._make_parser is not None:
-                yield from self._parsed_event_text(index, completion)
+                has_text = False
+                for part in self._parsed_event_text(index, completion):
+                    has_text = has_text or bool(part)
+                    yield part
+                if not has_text:
+                    continue
             text, end = self._event_text(index, completion, is_first), self._event_end(index, completion)
             if completion.logprobs is None:
                 yield f'{text},"logprobs":null'
@@ -174,15 +196,19 @@ class Answer(ABC):
                 lists = self._first_logprobs(index) if is_first else {}
                 yield from self._format(index, completion.logprobs, lists)
                 yield from _shown(lists)
-            if self._returns_token_ids:
+            if self._returns_token_ids or (is_first and self._echo is not None):
                 yield from self._choice_ids(index, completion, is_first)
+            else:
+                yield self._no_ids
             yield end
 
     def end_events(self, usage: Usage) -> bytes:
         """Return the last events of a complete stream."""
         if not self._include_usage:
             return DONE_EVENT
-        return f'{self._event_start},"choices":[],"usage":{compact_json(usage)}}}\n\n'.encode() + DONE_EVENT
+        shown = {**usage, "prompt_tokens_details": self._cache_details(usage)}
+        fields = f'"choices":[]{self._fingerprint},"usage":{compact_json(shown)}'
+        return f"{self._event_start},{fields}}}\n\n".encode() + DONE_EVENT
 
     def error_events(self, error: ApiError) -> bytes:
         """Return the last events of a stream that failed."""
@@ -194,8 +220,7 @@ class Answer(ABC):
 
     def _body_parts(self, usage: Usage) -> Iterator[str]:
         yield compact_json({"object": self.object_name, **self._head})[:-1]
-        if self._returns_token_ids:
-            yield from self._answer_ids()
+        yield from self._answer_ids()
         if not self._has_prompt_fields_in_choices:
             yield from self._prompt_field(0)
         separator = ',"choices":['
@@ -213,11 +238,20 @@ class Answer(ABC):
                     yield from self._prompt_field(prompt_index)
                 if self._returns_token_ids:
                     yield from self._choice_ids(index, completion, True)
+                else:
+                    yield self._no_ids
                 yield f',"finish_reason":{compact_json(self._finish_reason(index, completion))}'
-                yield f',"stop_reason":{compact_json(completion.stop_reason)}}}'
+                yield f',"stop_reason":{compact_json(completion.stop_reason)},"routed_experts":null}}'
                 separator = ","
             self._prompt_fields.pop(prompt_index, None)
-        yield f'],"usage":{compact_json(usage)}}}'
+        details = {"created_cache_tokens": None, "multimodal_tokens": None, **self._cache_details(usage)}
+        shown = {**usage, "prompt_tokens_details": details, "completion_tokens_details": None}
+        yield f'],"usage":{compact_json(shown)}{self._fingerprint}{self._answer_nulls}}}'
+
+    def _cache_details(self, usage: Usage) -> dict[str, int]:
+        """Return what became of a prompt's tokens in the prefix cache."""
+        details: dict[str, int] = usage["prompt_tokens_details"]
+        return details
 
     def _opening(self, index: int) -> Iterator[str]:
         """Yield what comes before the first event of one completion, or is the start of it."""
@@ -232,14 +266,17 @@ class Answer(ABC):
         yield from ()
 
     def _answer_ids(self) -> Iterator[str]:
-        """Yield the field with the prompt's token ids, where an answer has one for all completions."""
+        """Yield the field for the prompt's token ids, where an answer has one for all completions."""
         yield from ()
 
     def _choice_ids(self, index: int, completion: CompletionOutput, is_first: bool) -> Iterator[str]:
-        """Yield the fields of one completion with token ids."""
-        yield ',"token_ids":['
-        yield from _id_parts(completion.token_ids)
-        yield "]"
+        """Yield the fields of one completion for token ids."""
+        if self._returns_token_ids:
+            yield ',"token_ids":['
+            yield from _id_parts(completion.token_ids)
+            yield "]"
+        else:
+            yield ',"token_ids":null'
 
     @abstractmethod
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
@@ -265,10 +302,12 @@ class Answer(ABC):
             yield _PAUSE
 
     def _prompt_field(self, prompt_index: int) -> Iterator[str]:
-        if (parts := self._prompt_fields.get(prompt_index)) is not None:
-            yield ',"prompt_logprobs":['
-            yield from _joined(parts)
-            yield "]"
+        if (parts := self._prompt_fields.get(prompt_index)) is None:
+            yield ',"prompt_logprobs":null'
+            return
+        yield ',"prompt_logprobs":['
+        yield from _joined(parts)
+        yield "]"
 
     def _add_echo(  # noqa: B027
         self, prompt_index: int, positions: list[dict[int, Logprob] | None], first_token_id: int
@@ -294,11 +333,11 @@ class Answer(ABC):
         return completion.finish_reason
 
     def _event_end(self, index: int, completion: CompletionOutput) -> str:
-        end = self._suffix
+        end = self._suffix if completion.finish_reason is None else self._last_suffix
         if self._continuous_usage:
             end = f"}}],{self._usage_field(index, len(completion.token_ids))}}}\n\n"
         if completion.finish_reason is None:
-            return f',"finish_reason":null{end}'
+            return f"{self._unfinished}{end}"
         stop_reason = "null" if completion.stop_reason is None else json.dumps(completion.stop_reason)
         reason = self._finish_reason(index, completion)
         return f',"finish_reason":"{reason}","stop_reason":{stop_reason}{end}'
@@ -309,7 +348,7 @@ class Answer(ABC):
         num_tokens = self._nums_tokens[index] = self._nums_tokens.get(index, 0) + num_new
         return (
             f'"usage":{{"prompt_tokens":{num_prompt},"completion_tokens":{num_tokens},'
-            f'"total_tokens":{num_prompt + num_tokens}}}'
+            f'"total_tokens":{num_prompt + num_tokens}{self._usage_nulls}}}'
         )
 
     def _name(self, token_id: int, entry: Logprob) -> str:
@@ -329,6 +368,9 @@ class CompletionAnswer(Answer):
 
     object_name = event_object_name = "text_completion"
     _has_prompt_fields_in_choices = True
+    _no_ids = ',"prompt_token_ids":null,"token_ids":null'
+    _unfinished = ',"finish_reason":null,"stop_reason":null'
+    _usage_nulls = ""
 
     def __init__(
         self,
@@ -406,6 +448,7 @@ class CompletionAnswer(Answer):
         }
 
     def _choice_ids(self, index: int, completion: CompletionOutput, is_first: bool) -> Iterator[str]:
+        # Streams that echo a prompt return its ids unasked, as in vLLM.
         if is_first:
             yield ',"prompt_token_ids":['
             yield from _id_parts(self._prompts[index // self._n])
@@ -429,6 +472,10 @@ class ChatAnswer(Answer):
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
     _has_prompt_fields_in_choices = False
+    _answer_nulls = f',"prompt_text":null{Answer._answer_nulls}'
+    _no_ids = ',"token_ids":null'
+    _unfinished = ',"finish_reason":null'
+    _usage_nulls = ',"completion_tokens_details":null'
 
     def __init__(
         self,
@@ -445,6 +492,8 @@ class ChatAnswer(Answer):
         self._make_parser = parser
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
+        self._role = _quoted(options.role)
+        self._echoed = options.echo
         self._make_call_id = make_call_id
         self._parsers: dict[int, AnswerParser] = {}
         self._callers: set[int] = set()
@@ -452,20 +501,31 @@ class ChatAnswer(Answer):
         self._num_top_logprobs = num_top_logprobs
 
     def _opening(self, index: int) -> Iterator[str]:
-        yield self._event_start
-        if self._returns_token_ids:
-            yield from self._answer_ids()
+        usage = ""
         if self._continuous_usage:
-            yield f",{self._usage_field(index, 0)}"
+            usage = f",{self._usage_field(index, 0)}"
         elif self._include_usage:
-            yield ',"usage":null'
-        delta = '{"role":"assistant","content":""}'
-        yield f',"choices":[{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]}}\n\n'
+            usage = ',"usage":null'
+        yield self._event_start
+        yield from self._answer_ids()
+        yield f',"prompt_text":null{usage},"choices":[{{"index":{index},"delta":{{"role":{self._role},"content":""}}'
+        yield f',"logprobs":null{self._unfinished}}}]}}\n\n'
+        if self._echoed:
+            yield f'{self._prefix}{index},"delta":{{"content":'
+            yield from quoted_text(self._echoed)
+            yield f'}},"logprobs":null{self._unfinished}}}]{usage}}}\n\n'
 
     def _answer_ids(self) -> Iterator[str]:
+        if not self._returns_token_ids:
+            yield ',"prompt_token_ids":null'
+            return
         yield ',"prompt_token_ids":['
         yield from _id_parts(self._prompts[0])
         yield "]"
+
+    def _cache_details(self, usage: Usage) -> dict[str, int]:
+        details = super()._cache_details(usage)
+        return {**details, "created_cache_tokens": usage["prompt_tokens"] - details["cached_tokens"]}
 
     def _event_text(self, index: int, completion: CompletionOutput, is_first: bool) -> str:
         if self._make_parser is not None:
@@ -475,18 +535,25 @@ class ChatAnswer(Answer):
     def _parsed_event_text(self, index: int, completion: CompletionOutput) -> Iterator[str]:
         new = _Joined()
         yield from self._parse(index, completion, new.add)
+        is_over = completion.finish_reason is not None
+        if new.is_empty and not (is_over or completion.logprobs is not None or self._returns_token_ids):
+            # As in vLLM. Its tokens count all the same.
+            self._usage_field(index, len(completion.token_ids))
+            return
         yield f'{self._prefix}{index},"delta":'
         yield from _delta(new, self._make_call_id)
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
-        yield '"message":{"role":"assistant","content":'
+        yield f'"message":{{"role":{self._role},"content":'
+        whole = _Joined()
+        if self._echoed:
+            whole.add(Part("content", self._echoed))
         if self._make_parser is None:
-            yield from quoted_text(completion.text)
+            whole.add(Part("content", completion.text))
         else:
-            whole = _Joined()
             yield from self._parse(prompt_index * self._n + completion.index, completion, whole.add)
-            yield from _message(whole, self._make_call_id)
-        yield "}"
+        yield from _message(whole, self._make_call_id)
+        yield ',"refusal":null,"annotations":null,"audio":null,"function_call":null}'
 
     def _parse(
         self, index: int, completion: CompletionOutput, add: Callable[[Part], object]
@@ -562,6 +629,11 @@ class _Joined:
         else:
             self._texts[kind].append(text)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing of an answer."""
+        return not self.calls and not any(map(any, self._texts.values()))
+
     def text(self, kind: Literal["content", "reasoning"]) -> str:
         """Return all text of one kind."""
         return "".join(self._texts[kind])
@@ -592,6 +664,8 @@ def _message(whole: _Joined, make_call_id: Callable[[], str]) -> Iterator[str]:
         yield from quoted_text(content)
     else:
         yield "null"
+    if not reasoning:
+        yield ',"reasoning":null'
     for name in ("reasoning", "reasoning_content") if reasoning else ():
         yield f',"{name}":'
         yield from quoted_text(reasoning)

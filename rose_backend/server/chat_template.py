@@ -238,8 +238,6 @@ _FIELDS_OF_ROLE = {
 
 
 def _check_fields(message: ChatMessage, path: str) -> None:
-    if message.content is None and message.role not in ("assistant", "tool"):
-        raise refused(f"{path}.content", "missing, but required")
     for name, role in _FIELDS_OF_ROLE.items():
         # Clients send an answer of an earlier turn back with all its empty fields.
         if message.role != role and getattr(message, name) not in (None, [], ""):

@@ -120,7 +120,7 @@ class MessageAnswer(ChatAnswer):
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         if not self._has_begun:
             self._has_begun = True
-            usage = _described({**self._usage(), "completion_tokens": 0})
+            usage = compact_json({"input_tokens": self._usage()["prompt_tokens"], "output_tokens": 0})
             yield _event(
                 "message_start", f'"message":{self._message_start},"content":[],{self._end},"usage":{usage}}}'
             )
@@ -218,6 +218,7 @@ def _described(usage: Usage) -> str:
         {
             "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
             "output_tokens": usage["completion_tokens"],
         }
     )

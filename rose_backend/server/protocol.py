@@ -511,7 +511,7 @@ class ChatMessage(SharesTheLock):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    """May be left out by the roles assistant and tool."""
+    """Left out it is empty, as in vLLM."""
     name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
@@ -635,6 +635,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """False leaves out all calls but the first."""
     include_reasoning: bool | None = None
     """False leaves reasoning out of the answer."""
+    echo: bool | None = None
+    """Let the answer begin with the last message, if that is in the answer's role. Whole answers then also have
+    log-probabilities of the prompt's tokens, as in vLLM."""
 
     _adds_special_tokens = False
     _limit_names = ("max_completion_tokens", "max_tokens")
@@ -690,12 +693,16 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
                 "top_logprobs",
                 f"got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
             )
-        return {
+        params: dict[str, Any] = {
             "max_tokens": self.max_tokens
             if self.max_completion_tokens is None
             else self.max_completion_tokens,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
+        if self.echo and self.prompt_logprobs is None and not self.stream:
+            # As in vLLM.
+            params["prompt_logprobs"] = self.top_logprobs or 0
+        return params
 
 
 class InputPart(BaseModel):
@@ -834,6 +841,12 @@ class TextFormat(BaseModel):
     strict: bool | None = None
     """Without effect: answers are always held to the schema."""
 
+    def echoed(self) -> dict[str, Any]:
+        """Return it as answers repeat it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return self.model_dump(by_alias=True)
+
     def nested(self) -> ResponseFormat:
         """Return it as chats have it."""
         schema = None
@@ -848,6 +861,11 @@ class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: TextFormat | None = None
+
+
+# Fields that OpenAI's objects have besides, null in answers.
+_TOOL_NULLS = dict.fromkeys(("allowed_callers", "async", "defer_loading", "output_schema"))
+_REASONING_NULLS = dict.fromkeys(("context", "generate_summary", "mode", "summary"))
 
 
 class ReasoningOptions(BaseModel):
@@ -877,6 +895,10 @@ class ResponsesRequest(SamplingRequest):
     """Alternatives to each token of the text; ignored, as in vLLM, where ``include`` asks for no log-probabilities."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto cuts an input that is longer than the window on the left."""
+    user: str | None = None
+    """Comes back with the answer, as do the next two."""
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    max_tool_calls: Int | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -910,6 +932,12 @@ class ResponsesRequest(SamplingRequest):
         "truncate_prompt_tokens": "truncation",
     }
     """Field of chats -> the one here that it is made of."""
+
+    @property
+    def earlier_response(self) -> str | None:
+        """Id of the answer that the request goes on from."""
+        earlier = (self.model_extra or {}).get("previous_response_id")
+        return earlier if isinstance(earlier, str) else None
 
     @property
     def returns_logprobs(self) -> bool:
@@ -963,21 +991,25 @@ class ResponsesRequest(SamplingRequest):
         Args:
             defaults: parameters of a request that says nothing.
         """
-        choice = self.tool_choice or "auto"
+        choice = (self.tool_choice or "auto") if self.tools else "none"
         numbers = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         given = {name: getattr(self, name) for name in numbers}
+        wanted = self.text and self.text.format
         return {
             **{name: getattr(defaults, name) if value is None else value for name, value in given.items()},
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": self.reasoning and self.reasoning.model_dump(),
-            "text": self.text and self.text.model_dump(by_alias=True, exclude_unset=True),
+            "reasoning": self.reasoning and {**_REASONING_NULLS, **self.reasoning.model_dump()},
+            "service_tier": self.service_tier or "auto",
+            "text": self.text and {"verbosity": None, "format": wanted and wanted.echoed()},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "tools": [{**_TOOL_NULLS, **tool.model_dump()} for tool in self.tools or ()],
             "top_logprobs": (self.top_logprobs or 0) if self.returns_logprobs else None,
             "truncation": self.truncation or "disabled",
+            "user": self.user,
         }
 
 
@@ -1423,9 +1455,12 @@ class MessagesErrorAnswer(Exact):
 
 
 class PromptTokensDetails(Exact):
-    """How many prompt tokens were cached."""
+    """What became of a prompt's tokens in the prefix cache."""
 
     cached_tokens: int
+    created_cache_tokens: int | None
+    """Of chats, tokens that were computed; null for completions, as in vLLM."""
+    multimodal_tokens: None
 
 
 class Usage(Exact):
@@ -1435,6 +1470,7 @@ class Usage(Exact):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: None
 
 
 class Choice(Exact):
@@ -1443,8 +1479,9 @@ class Choice(Exact):
     index: int
     finish_reason: Literal["stop", "length", "abort", "tool_calls"]
     stop_reason: int | str | None
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None
     """With ``return_token_ids``."""
+    routed_experts: None
 
 
 class Answer(Exact):
@@ -1454,6 +1491,12 @@ class Answer(Exact):
     created: int
     model: str
     usage: Usage
+    system_fingerprint: str
+    """The same for servers of one version and configuration."""
+    service_tier: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
 
 
 class CompletionLogprobs(Exact):
@@ -1483,9 +1526,9 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: PromptLogprobList | None = None
+    prompt_logprobs: PromptLogprobList | None
     """If asked for, also by ``echo`` with ``logprobs``."""
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None
     """With ``return_token_ids``."""
 
 
@@ -1535,15 +1578,19 @@ class AnswerToolCall(Exact):
 class AnswerMessage(Exact):
     """The model's answer."""
 
-    role: Literal["assistant"]
+    role: str
+    """The last message's where ``add_generation_prompt`` is false, else assistant."""
     content: str | None
     """None if there are only reasoning and calls."""
-    reasoning: str | None = None
-    """Left out if there is none, as is the next field."""
+    reasoning: str | None
     reasoning_content: str | None = None
-    """The same, under its earlier name."""
+    """The same, under its earlier name; left out if there is none."""
     tool_calls: list[AnswerToolCall] = []
     """Left out if there are none."""
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
 
 
 class ChatChoice(Choice):
@@ -1558,10 +1605,11 @@ class ChatAnswerModel(Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobList | None = None
+    prompt_logprobs: PromptLogprobList | None
     """If asked for."""
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None
     """With ``return_token_ids``."""
+    prompt_text: None
 
 
 class OutputTextPart(Exact):
@@ -1571,8 +1619,8 @@ class OutputTextPart(Exact):
     text: str
     annotations: list[None]
     """Always empty."""
-    logprobs: list[TokenLogprob]
-    """Empty unless ``include`` asks for them."""
+    logprobs: list[TokenLogprob] | None
+    """If ``include`` asks for them."""
 
 
 class OutputMessage(Exact):
@@ -1582,6 +1630,7 @@ class OutputMessage(Exact):
     type: Literal["message"]
     role: Literal["assistant"]
     content: list[OutputTextPart]
+    phase: None
     status: Literal["completed", "incomplete"]
 
 
@@ -1609,23 +1658,33 @@ class OutputCall(Exact):
     id: str
     type: Literal["function_call"]
     call_id: str
+    # "async" is null, too.
+    caller: None
+    namespace: None
     name: str
     arguments: str
     """JSON as the model wrote it, which may not be valid, nor fit the tool's schema."""
     status: Literal["completed", "incomplete"]
 
 
-class InputTokensDetails(PromptTokensDetails):
+class InputTokensDetails(Exact):
     """How many tokens of an input were cached before."""
 
+    cached_tokens: int
     cache_write_tokens: int
     """Always 0: writing them costs nothing."""
+    input_tokens_per_turn: list[None]
+    """Empty, as is all that tools of the server's would need."""
+    cached_tokens_per_turn: list[None]
 
 
 class OutputTokensDetails(Exact):
     """What an answer's tokens are."""
 
     reasoning_tokens: int
+    tool_output_tokens: int
+    output_tokens_per_turn: list[None]
+    tool_output_tokens_per_turn: list[None]
 
 
 class ResponseUsage(Exact):
@@ -1673,7 +1732,14 @@ class ResponseModel(Exact):
     background: Literal[False]
     error: None
     previous_response_id: None
-    store: Literal[False]
+    max_tool_calls: int | None
+    prompt: None
+    service_tier: str
+    user: str | None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    input_messages: None
+    output_messages: None
 
 
 class TextBlock(Exact):
@@ -1704,11 +1770,13 @@ class ToolUseBlock(Exact):
 
 
 class MessageUsage(Exact):
-    """Token counts; all three together are the conversation's."""
+    """Token counts; all together are the conversation's."""
 
     input_tokens: int
     """Of the prompt, without those that were cached."""
     cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    """Always 0: creating it costs nothing."""
     output_tokens: int
 
 
@@ -1747,6 +1815,8 @@ class ModelCard(Exact):
     created: int
     owned_by: str
     root: str
+    parent: None
+    permission: list[dict[str, Any]]
     max_model_len: int
 
 
@@ -1763,7 +1833,7 @@ class TokenizeAnswer(Exact):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: list[str] | None
     """With ``return_token_strs``."""
 
 
@@ -1771,12 +1841,6 @@ class DetokenizeAnswer(Exact):
     """Answer of ``POST /detokenize``."""
 
     prompt: str
-
-
-class HealthAnswer(Exact):
-    """Answer of ``GET /health``."""
-
-    status: Literal["ok"]
 
 
 class VersionAnswer(Exact):

@@ -21,6 +21,17 @@ from rose_backend.server.answers import (
 from rose_backend.server.error_answers import ApiError
 
 _EVENT_END = "}\n\n"
+_NULLS = (
+    *("previous_response_id", "prompt", "kv_transfer_params", "ec_transfer_params"),
+    *("input_messages", "output_messages"),
+)
+"""Fields of vLLM's answers that are null here."""
+_TURNS: Usage = {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+_TOOL_TURNS: Usage = {
+    "tool_output_tokens": 0,
+    "output_tokens_per_turn": [],
+    "tool_output_tokens_per_turn": [],
+}
 
 
 class _Kind(NamedTuple):
@@ -47,10 +58,16 @@ class _Kind(NamedTuple):
 
 
 _MESSAGE = _Kind(
-    "msg", '"type":"message","role":"assistant"', "output_text", ',"annotations":[]', has_logprobs=True
+    "msg",
+    '"type":"message","role":"assistant","phase":null',
+    "output_text",
+    ',"annotations":[]',
+    has_logprobs=True,
 )
 _REASONING = _Kind("rs", '"type":"reasoning","summary":[]', "reasoning_text")
-_CALL = _Kind("fc", '"type":"function_call"', "function_call_arguments")
+_CALL = _Kind(
+    "fc", '"type":"function_call","async":null,"caller":null,"namespace":null', "function_call_arguments"
+)
 _KINDS = {"content": _MESSAGE, "reasoning": _REASONING, "name": _CALL, "arguments": _CALL}
 
 
@@ -98,7 +115,10 @@ class _Item:
         yield f'{{"type":"{self.kind.event}","text":'
         yield from self._text(is_empty)
         yield self.kind.part_end
-        yield from self.kind.logprobs(() if is_empty else self.logprobs)
+        if is_empty or self.logprobs or not self.kind.has_logprobs:
+            yield from self.kind.logprobs(() if is_empty else self.logprobs)
+        else:
+            yield ',"logprobs":null'
         yield "}"
 
     def done(self) -> Iterator[str]:
@@ -135,7 +155,7 @@ class ResponseAnswer(ChatAnswer):
         super().__init__(options, parser=parser or PlainParser, **how)
         self._parsers[0] = (parser or PlainParser)()
         own = {"id": options.id, "object": "response", "created_at": options.created, "model": options.model}
-        fixed = {"background": False, "error": None, "previous_response_id": None, "store": False}
+        fixed = {"background": False, "error": None, **dict.fromkeys(_NULLS)}
         self._response_start = compact_json({**own, **echoed, **fixed})[:-1]
         self._usage = usage
         reasons = isinstance(self._parsers[0], ReasoningParser)
@@ -277,8 +297,8 @@ class ResponseAnswer(ChatAnswer):
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0, **_TURNS},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens, **_TOOL_TURNS},
             "total_tokens": usage["total_tokens"],
         }

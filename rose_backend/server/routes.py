@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import reprlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +56,6 @@ from rose_backend.server.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
     GenerationRequest,
-    HealthAnswer,
     MessageModel,
     MessagesErrorAnswer,
     MessagesRequest,
@@ -183,8 +183,10 @@ async def answer_chat(
 
     inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
+    role = conversation.answer_role
+    echo = conversation.final if body.echo and conversation.final_role == role else ""
     answer = make_answer(
-        answer_options(request, body, inputs, prefix),
+        answer_options(request, body, inputs, prefix)._replace(role=role, echo=echo),
         token_bytes=processor.tokenizer.token_texts.bytes_of,
         num_top_logprobs=body.top_logprobs or 0,
         parser=parser,
@@ -201,6 +203,8 @@ async def answer_chat(
 )
 async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation, in OpenAI's newer format. Nothing is stored."""
+    if body.earlier_response is not None:
+        raise not_stored("previous_response_id", body.earlier_response)
     service = check_body(request, body)
     tokenizer = service.engine.input_processor.tokenizer
     mark = tokenizer.encode(END_OF_REASONING, add_special_tokens=False)
@@ -223,10 +227,15 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
 )
 async def find_response(response_id: str) -> Response:
     """Refuse: answers are not stored."""
-    raise ApiError(
+    raise not_stored("response_id", response_id)
+
+
+def not_stored(field: str, response_id: str) -> ApiError:
+    """Return the refusal of a field that names an earlier answer."""
+    return ApiError(
         404,
-        f"response_id: got {response_id[:200]!r}, but answers are not stored; send the conversation as input",
-        param="response_id",
+        f"{field}: got {response_id[:200]!r}, but answers are not stored; send the conversation as input",
+        param=field,
     )
 
 
@@ -280,11 +289,28 @@ async def list_models(request: Request) -> Response:
             "created": service.start_time_s,
             "owned_by": "rose_backend",
             "root": service.engine.config.model,
+            "parent": None,
+            "permission": [_permission(service)],
             "max_model_len": service.engine.input_processor.max_model_len,
         }
         for name in service.settings.served_model_names
     ]
     return _json({"object": "list", "data": cards})
+
+
+def _permission(service: Service) -> dict[str, Any]:
+    """Return what OpenAI's models had of old, with vLLM's values."""
+    allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
+    others = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
+    return {
+        "id": f"modelperm-{secrets.token_hex(8)}",
+        "object": "model_permission",
+        "created": service.start_time_s,
+        "organization": "*",
+        "group": None,
+        **allowed,
+        **dict.fromkeys(others, False),
+    }
 
 
 @router.post("/tokenize", responses={200: {"model": TokenizeAnswer}}, tags=["tokens"])
@@ -331,10 +357,10 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return await run_by_length(len(body.tokens) if isinstance(body.tokens, list) else 0, decode)
 
 
-@router.get("/health", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+@router.get("/health", response_class=Response, tags=["operations"])
 async def health(request: Request) -> Response:
-    """Report whether requests are served: 503 after a failure of the engine, while it does not answer, and while
-    shutting down."""
+    """Report by the status whether requests are served: 503 after a failure of the engine, while it does not answer,
+    and while shutting down."""
     service: Service = request.app.state.service
     if service.is_draining:
         raise ApiError(503, "the server is shutting down", code="draining")
@@ -342,12 +368,10 @@ async def health(request: Request) -> Response:
         raise ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")
     if service.engine.is_stalled:
         raise EngineStalledError
-    return _json({"status": "ok"})
+    return Response()
 
 
-@router.api_route(
-    "/ping", methods=["GET", "POST"], responses={200: {"model": HealthAnswer}}, tags=["operations"]
-)
+@router.api_route("/ping", methods=["GET", "POST"], response_class=Response, tags=["operations"])
 async def ping(request: Request) -> Response:
     """Report the same as ``/health``, where SageMaker looks for it."""
     return await health(request)
@@ -428,6 +452,9 @@ class Conversation(NamedTuple):
 
     final: str
     """Text of the last message."""
+    final_role: str
+    answer_role: str
+    """Of the answer: that of the last message where the prompt does not end with the start of the assistant's."""
     variables: Mapping[str, Any]
     """Of the chat template."""
     length: int
@@ -476,7 +503,9 @@ def read_conversation(
         )
 
     length = sum(lengths) + _LENGTH_OF_EACH * len(lengths)
-    return Conversation(plain[-1]["content"], variables, length, render)
+    final, final_role = plain[-1]["content"], plain[-1]["role"]
+    answer_role = "assistant" if adds_start else final_role
+    return Conversation(final, final_role, answer_role, variables, length, render)
 
 
 def answer_reasons(body: ChatCompletionRequest, service: Service, conversation: Conversation) -> bool:
@@ -551,6 +580,7 @@ def answer_options(
         prompts=[each.token_ids for each in inputs],
         return_token_ids=bool(body.return_token_ids),
         tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
+        fingerprint=service.fingerprint,
     )
 
 
@@ -594,8 +624,8 @@ def check_text_length(field: str, num_characters: int, processor: InputProcessor
     if num_characters > limit:
         raise refused(
             field,
-            f"got {num_characters} characters, allowed are at most {limit} (a window of {processor.max_model_len} "
-            f"tokens, none longer than {processor.tokenizer.max_token_length} characters)",
+            f"got {num_characters} characters, allowed are at most {limit}: this model's maximum context length "
+            f"is {processor.max_model_len} tokens, none longer than {processor.tokenizer.max_token_length} characters",
         )
 
 
@@ -677,7 +707,9 @@ def _json_with_ids(
     """
     pieces = [json.dumps(answer)[:-1].encode()]
     for name, items in (("tokens", list), ("token_strs", strs)):
-        if items is not None:
+        if items is None:
+            pieces.append(f', "{name}": null'.encode())
+        else:
             pieces.append(f', "{name}": ['.encode())
             for first in range(0, len(token_ids), _IDS_AT_ONCE):
                 separator = ", " if first else ""

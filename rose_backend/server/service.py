@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 
+from rose_backend import __version__
 from rose_backend.block_manager import reporting_unit
 from rose_backend.engine.client import EngineClient
 from rose_backend.engine.outputs import Counters
@@ -270,6 +271,9 @@ class Service:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.hit_unit = 1 if settings.exact_cached_tokens else reporting_unit(engine.config.block_size)
         """Numbers of cached tokens are reported in multiples of this."""
+        configuration = blake2b(repr(engine.config).encode(), digest_size=4).hexdigest()
+        self.fingerprint = f"rose-{__version__}-{configuration}"
+        """The same for servers of one version and configuration."""
         self.start_time_s = int(time.time())
         self.is_draining = False
         """Set by the first signal to stop: running requests continue, new ones are refused."""

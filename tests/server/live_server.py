@@ -40,6 +40,12 @@ LONG: dict[str, Any] = {
 ABORTED = 'request_success_total{finished_reason="abort",model_name="tiny"}'
 LEFT = 'http_responses_total{route="/v1/completions",status="499"}'
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+USAGE: dict[str, Any] = {
+    **{"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
+    "prompt_tokens_details": {"cached_tokens": 1},
+}
+NO_REPLY: dict[str, None] = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Fields of a chat's answer that are null, the last one where there is none."""
 
 
 class LiveServer:

@@ -19,6 +19,7 @@ from rose_backend.server.protocol import ChatMessage
 from tests.server.live_server import (
     GREEDY,
     MODEL,
+    NO_REPLY,
     LiveServer,
     check_refused,
     error_of,
@@ -71,7 +72,42 @@ def test_without_the_start_of_an_answer(server: LiveServer, llm: LLM) -> None:
     text = RENDERED.removesuffix("assistant:")
     expected = llm.generate(text, SamplingParams(**GREEDY))[0].outputs[0].text
     answer = post(server, messages=MESSAGES, add_generation_prompt=False, **GREEDY).json()
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    assert answer["choices"][0]["message"] == {**NO_REPLY, "role": "user", "content": expected}
+
+
+def test_the_last_message_is_repeated(server: LiveServer) -> None:
+    body = {
+        "messages": [*MESSAGES, said("The king", role="assistant")],
+        "continue_final_message": True,
+        **GREEDY,
+    }
+    plain, echoed = (post(server, **body, echo=echo).json() for echo in (False, True))
+    text = plain["choices"][0]["message"]["content"]
+    assert echoed["choices"][0]["message"]["content"] == "The king" + text
+    # As in vLLM.
+    assert plain["prompt_logprobs"] is None
+    assert [len(each or ()) for each in echoed["prompt_logprobs"]][:2] == [0, 1]
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    opening, repeated, *rest, counts = stream(
+        server, "/v1/chat/completions", **body, echo=True, stream_options=usage
+    )
+    for event in (opening, repeated):
+        assert event["usage"]["completion_tokens"] == 0
+    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert repeated["choices"][0]["delta"] == {"content": "The king"}
+    assert "".join(event["choices"][0]["delta"]["content"] for event in rest) == text
+    assert counts["usage"]["completion_tokens"] == echoed["usage"]["completion_tokens"]
+    # Not the user's.
+    asked = {"messages": MESSAGES, **GREEDY}
+    assert post(server, **asked, echo=True).json()["choices"] == post(server, **asked).json()["choices"]
+
+
+def test_a_message_without_content_is_empty(server: LiveServer) -> None:
+    bare, empty = (
+        post(server, messages=[{"role": "user", **fields}], **GREEDY).json()["choices"]
+        for fields in ({}, {"content": ""})
+    )
+    assert bare == empty
 
 
 def test_text_parts_are_joined(server: LiveServer) -> None:
@@ -318,7 +354,6 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
         ({"messages": [said("a")] * 1025}, "messages", "at most 1024 items"),
         ({"messages": [said("a", name="x" * 257)]}, "messages.0.name", "at most 256 characters"),
         ({"messages": [{"role": "pirate", "content": "a"}]}, "messages.0.role", "got 'pirate'"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing, but required"),
         ({"messages": [said(5)]}, "messages.0.content", "valid string or a valid list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -338,8 +373,17 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
             "refuses them (TemplateError: a\ud800a",
         ),
         ({"messages": [said("a", audio={"id": "1"})]}, "messages", "messages.0.audio: not supported"),
-        ({"messages": [said("rose " * 50_000)]}, "messages", "got 250000 characters"),
-        ({"messages": [said("rose " * 2_000)]}, "messages", "allowed are at most 1023"),
+        # Clients look for these words.
+        (
+            {"messages": [said("rose " * 50_000)]},
+            "messages",
+            "this model's maximum context length is 1024 tokens",
+        ),
+        (
+            {"messages": [said("rose " * 2_000)]},
+            "messages",
+            "this model's maximum context length is 1024 tokens",
+        ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
         (
             {"messages": MESSAGES, "max_tokens": 1025},

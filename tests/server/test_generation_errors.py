@@ -27,7 +27,7 @@ from rose_backend.errors import GenerationError
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.generation import Generation
 from rose_backend.server.service import RequestRecord, ServerMetrics, Service
-from tests.server.live_server import MODEL, LiveServer, error_of, read_metric, running_server
+from tests.server.live_server import MODEL, USAGE, LiveServer, error_of, read_metric, running_server
 
 FIRST_BROKEN = 60
 LONG: dict[str, Any] = {
@@ -152,7 +152,7 @@ def test_every_body_is_json(kind: type[Answer], logprob: float) -> None:
     list(answer.keep(0, output))
     event = b"".join(answer.events(0, output)).decode().strip().rpartition("data: ")[2]
     shown = -9999.0 if logprob == -math.inf else None
-    for content in (b"".join(answer.body({})).decode(), event):
+    for content in (b"".join(answer.body(USAGE)).decode(), event):
         (choice,) = json.loads(content, parse_constant=refuse)["choices"]
         found = choice["logprobs"]
         if kind is CompletionAnswer:

@@ -42,7 +42,7 @@ from rose_backend.server.protocol import ChatCompletionRequest, CompletionReques
 from rose_backend.server.routes import read_prompts, read_token_ids
 from rose_backend.server.service import RequestRecord
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
-from tests.server.live_server import LiveServer, check_refused, error_of, in_event_loop, running_server
+from tests.server.live_server import USAGE, LiveServer, check_refused, error_of, in_event_loop, running_server
 from tests.support.patience import HANG_S
 
 OPTIONS = AnswerOptions("id", 0, "m", n=2)
@@ -113,7 +113,7 @@ def test_whole_answers_are_written_in_pieces(kind: str, number: int, described: 
     gc.collect()
     # Many objects would make each collection of garbage long.
     assert not any(type(each) is Logprob for each in gc.get_objects())
-    whole = json.loads(checked(answer.body({}), described))
+    whole = json.loads(checked(answer.body(USAGE), described))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     assert [choice["logprobs"] for choice in whole["choices"]] == expected
     assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
@@ -137,7 +137,7 @@ def test_long_texts_are_written_in_pieces(kind: str) -> None:
     text = "\u85d4\n\U0001f642" * 100_000
     answer = made(kind) if kind == "chat" else CompletionAnswer(OPTIONS, echo=[text])
     list(answer.keep(0, RequestOutput("r", None, [1], [output(0, None, text)], finished=True)))
-    pieces = list(answer.body({}))
+    pieces = list(answer.body(USAGE))
     # A character may be written as twelve.
     assert max(map(len, pieces)) < 13 * 65_536 and len(pieces) > 4
     (choice,) = json.loads(b"".join(pieces))["choices"]

@@ -25,6 +25,7 @@ from rose_backend.server.protocol import CountTokensRequest, MessagesRequest
 from tests.server.live_server import (
     ABORTED,
     MODEL,
+    USAGE,
     LiveServer,
     check_refused,
     error_of,
@@ -155,7 +156,9 @@ def check_stream(server: LiveServer, **fields: Any) -> dict[str, Any]:
     start, *found, delta, stop = events(server, **fields)
     assert stop == {"type": "message_stop"}
     message = {**start["message"], **delta["delta"], "usage": delta["usage"]}
-    assert start["message"]["usage"] == {**delta["usage"], "output_tokens": 0}
+    # As in vLLM, all tokens of the prompt.
+    num_tokens = delta["usage"]["input_tokens"] + delta["usage"]["cache_read_input_tokens"]
+    assert start["message"]["usage"] == {"input_tokens": num_tokens, "output_tokens": 0}
     assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
     for event in found:
         kind = event["type"].removeprefix("content_block_")
@@ -604,7 +607,6 @@ def test_many_blocks_are_translated_beside_the_event_loop(
 
 
 OPTIONS = AnswerOptions("msg_1", 0, MODEL)
-USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
 def answered(text: str, parser: Any = MAKE_TOOL_CALL_PARSER["hermes"], **end: Any) -> dict[str, Any]:
@@ -634,7 +636,8 @@ def answered(text: str, parser: Any = MAKE_TOOL_CALL_PARSER["hermes"], **end: An
 def test_reasons_of_an_end(text: str, end: dict[str, Any], reason: str | None, sequence: str | None) -> None:
     body = answered(text, **end)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
-    assert body["usage"] == {"input_tokens": 4, "cache_read_input_tokens": 1, "output_tokens": 3}
+    counts = {"input_tokens": 4, "cache_read_input_tokens": 1, "cache_creation_input_tokens": 0}
+    assert body["usage"] == {**counts, "output_tokens": 3}
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_several_names_for_the_model(tiny_model_path: Path) -> None:
 
 
 def test_health_and_version(server: LiveServer) -> None:
-    assert server.http.get("/health").json() == {"status": "ok"}
-    assert server.http.get("/ping").json() == server.http.post("/ping").json() == {"status": "ok"}
+    for answer in (server.http.get("/health"), server.http.get("/ping"), server.http.post("/ping")):
+        assert (answer.status_code, answer.content) == (200, b"")
     assert server.http.post("/ping", content=b"{", headers={"Content-Type": "text/x"}).status_code == 200
     assert server.http.get("/version").json() == {"version": __version__}
 
@@ -57,8 +57,9 @@ def test_health_and_version(server: LiveServer) -> None:
 def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
     head, get = server.http.head(path), server.http.get(path)
     assert head.status_code == get.status_code == 200
-    assert head.content == b"" and get.content
-    names = ("content-type", "content-length")
+    is_empty = path in ("/health", "/ping")
+    assert head.content == b"" and bool(get.content) != is_empty
+    names = ("content-length",) if is_empty else ("content-type", "content-length")
     # Of two looks at the metrics the second may be longer.
     same = names[:1] if path == "/metrics" else names
     assert [head.headers[name] for name in same] == [get.headers[name] for name in same]
@@ -98,9 +99,7 @@ def test_tokens_of_a_conversation(server: LiveServer) -> None:
             "/tokenize", json={"messages": messages, "add_generation_prompt": adds}
         ).json()
         assert answer["tokens"] == encode("user: Hi\nassistant: Ho\n" + end)
-        assert answer.keys() == {"tokens", "count", "max_model_len"} and answer["count"] == len(
-            answer["tokens"]
-        )
+        assert answer["token_strs"] is None and answer["count"] == len(answer["tokens"])
     chat = server.post(
         "/v1/chat/completions", {"messages": messages, "max_tokens": 1, "return_token_ids": True}
     )

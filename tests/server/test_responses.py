@@ -132,7 +132,10 @@ def check_stream(server: LiveServer, **fields: Any) -> dict[str, Any]:
         assert own[len(starts) + len(deltas)]["arguments" if is_call else "text"] == text
         assert own[0]["item"]["id"] == item["id"] and own[0]["item"]["status"] == "in_progress"
         if item["type"] == "message":
+            # As in vLLM, null without any, and empty in the events of the text.
             logprobs = item["content"][0]["logprobs"]
+            assert logprobs is None or logprobs
+            logprobs = logprobs or []
             streamed = [each for event in own if "delta" in event for each in event["logprobs"]]
             # Tokens that end the answer have no text.
             assert logprobs[: len(streamed)] == streamed and bool(streamed) == bool(logprobs)
@@ -164,7 +167,8 @@ def test_an_answer_is_that_of_a_chat(server: LiveServer) -> None:
     assert usage.output_tokens_details.reasoning_tokens == 0
     assert (response.instructions, response.metadata, response.temperature) == ("Be kind.", {"a": "b"}, 0)
     assert (response.max_output_tokens, response.top_p, response.tools) == (12, 1.0, [])
-    assert (response.object, response.model, response.tool_choice) == ("response", MODEL, "auto")
+    assert (response.object, response.model, response.tool_choice) == ("response", MODEL, "none")
+    assert (response.user, response.service_tier, response.max_tool_calls) == ("u", "auto", None)
     for fields in ({}, {"stop": response.output_text[10:14]}, {"input": HISTORY[:2]}):
         check_stream(server, **fields)
 
@@ -196,7 +200,7 @@ def test_log_probabilities_of_the_text_are_those_of_a_chat(server: LiveServer) -
     # As in vLLM, the number alone asks for nothing.
     for fields in ({}, {"top_logprobs": 2}):
         response = check_stream(server, **fields)
-        assert response["output"][0]["content"][0]["logprobs"] == [] and response["top_logprobs"] is None
+        assert response["output"][0]["content"][0]["logprobs"] is None and response["top_logprobs"] is None
     # Clients send items back as they came.
     create(server, input=[{"role": "user", "content": "Where?"}, *own["output"]])
 
@@ -314,7 +318,8 @@ def test_reasoning(reasoning_server: LiveServer, script: Script, monkeypatch: py
     script.text, script.step = "Hmmmmm.</think>Here.", 3
     response = check_stream(reasoning_server, reasoning={"effort": "low", "summary": "auto"})
     assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
-    assert response["reasoning"] == {"effort": "low"}
+    nulls = dict.fromkeys(("context", "generate_summary", "mode", "summary"))
+    assert response["reasoning"] == {**nulls, "effort": "low"}
     assert [item["type"] for item in check_stream(reasoning_server, include_reasoning=False)["output"]] == [
         "message"
     ]
@@ -329,15 +334,15 @@ def test_reasoning(reasoning_server: LiveServer, script: Script, monkeypatch: py
     )
     usage = check_stream(reasoning_server)["usage"]
     assert (
-        usage["output_tokens_details"] == {"reasoning_tokens": usage["output_tokens"]}
+        usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"]
         and usage["output_tokens"] == 7
     )
     none = check_stream(reasoning_server, reasoning={"effort": "none"})["usage"]
-    assert none["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert none["output_tokens_details"]["reasoning_tokens"] == 0
     monkeypatch.setattr(
         tokenizer, "encode", lambda text, **how: [7] if text == "</think>" else encode(text, **how)
     )
-    assert check_stream(reasoning_server)["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert check_stream(reasoning_server)["usage"]["output_tokens_details"]["reasoning_tokens"] == 0
 
 
 def test_an_unfinished_answer_is_continued(reasoning_server: LiveServer, script: Script) -> None:
@@ -362,7 +367,8 @@ def test_structured_text(server: LiveServer) -> None:
     how["structured_outputs"] = {"disable_any_whitespace": True}
     response = check_stream(server, text=wanted, **how)
     assert json.loads(response["output"][0]["content"][0]["text"])["petals"] in range(100)
-    assert response["text"] == wanted and response["status"] == "completed"
+    assert response["text"] == {"verbosity": None, "format": {**wanted["format"], "description": None}}
+    assert response["status"] == "completed"
     how.pop("structured_outputs")
     text = create(server, text={"format": {"type": "json_object"}}, temperature=1.0, max_output_tokens=3)
     assert text.output_text.startswith("{")
@@ -423,11 +429,6 @@ def deep(levels: int) -> Any:
             },
             "input",
             "nested more than 64 levels deep",
-        ),
-        (
-            {"previous_response_id": "resp_1"},
-            "previous_response_id",
-            "which is not supported; allowed is null",
         ),
         ({"conversation": {"id": "c"}}, "conversation", "which is not supported; allowed is null"),
         ({"background": True}, "background", "which is not supported; allowed is null or False"),
@@ -493,6 +494,8 @@ def test_nothing_is_stored(server: LiveServer) -> None:
     ):
         with pytest.raises(openai.NotFoundError, match="answers are not stored"):
             call("resp_1")
+    with pytest.raises(openai.NotFoundError, match="previous_response_id: got 'resp_1', but answers are not"):
+        create(server, previous_response_id="resp_1")
     with pytest.raises(openai.NotFoundError, match="model: got 'other'"):
         create(server, model="other")
 

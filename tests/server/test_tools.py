@@ -20,7 +20,15 @@ from rose_backend.server.answer_parsers import MAKE_TOOL_CALL_PARSER
 from rose_backend.server.answers import AnswerOptions, ChatAnswer
 from rose_backend.server.protocol import Tool
 from rose_backend.server.settings import TOOL_CALL_PARSERS, ServerSettings
-from tests.server.live_server import GREEDY, LiveServer, check_refused, running_server, stream
+from tests.server.live_server import (
+    GREEDY,
+    NO_REPLY,
+    USAGE,
+    LiveServer,
+    check_refused,
+    running_server,
+    stream,
+)
 
 PATH = "/v1/chat/completions"
 TEMPLATE = (
@@ -96,7 +104,7 @@ def answered(server: LiveServer, **fields: object) -> Any:
 
 def joined(events: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     """Return the message that a stream's events make, as clients put it together."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    message: dict[str, Any] = {**NO_REPLY, "role": "assistant", "content": ""}
     for event in events:
         for choice in event["choices"]:
             delta = choice["delta"]
@@ -166,6 +174,8 @@ def test_streams_add_up_to_whole_answers(
     script.text, script.step, script.reason = text, step, reason
     whole = answered(tool_server)
     events = stream(tool_server, PATH, **ASKED, n=2)
+    # As in vLLM, none without anything new.
+    assert all(each["delta"] or each["finish_reason"] for event in events for each in event["choices"])
     num_calls = text.count('"arguments": {')
     assert len(whole["message"].get("tool_calls", ())) == num_calls
     for index in range(2):
@@ -211,7 +221,7 @@ def test_only_the_first_call(tool_server: LiveServer, script: Script) -> None:
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}])
 def test_text_is_left_alone(tool_server: LiveServer, script: Script, fields: dict[str, Any]) -> None:
     script.text = CALL
-    assert answered(tool_server, **fields)["message"] == {"role": "assistant", "content": CALL}
+    assert answered(tool_server, **fields)["message"] == {**NO_REPLY, "role": "assistant", "content": CALL}
     assert script.inputs[0].params.skip_special_tokens
     text = tool_server.engine.input_processor.tokenizer.decode(script.inputs[0].token_ids.tolist())
     assert ("find" in text) == ("tools" not in fields)
@@ -300,7 +310,7 @@ def test_many_calls_are_written_in_pieces(streams: bool) -> None:
         pieces = list(answer.events(0, output))
     else:
         assert list(answer.keep(0, output)) == []
-        pieces = list(answer.body({}))
+        pieces = list(answer.body(USAGE))
     # What comes between two pieces holds the event loop.
     assert max(map(len, pieces)) < 1 << 17 and len(pieces) > len(text) // 4096
     whole = b"".join(pieces)
