@@ -326,7 +326,7 @@ LEFT_WITH_DRAFTS = {
 REQUESTS_LEFT_WITH_DRAFTS = {
     "log-probabilities beside drafts",
     "logits processors beside drafts",
-    "top-k or top-p beside drafts",
+    "top-k, top-p or min-p beside drafts",
 }
 
 

@@ -505,11 +505,15 @@ def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig) -> None
     assert scheduler._num_drafts == 0
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize(("share_right", "expected"), [(1.0, NUM_DRAFTS), (0.0, 0)])
 def test_drafts_are_made_where_they_pay(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, share_right: float, expected: int
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, share_right: float, expected: int, is_fast: bool
 ) -> None:
-    """With a clock by which verifying takes twice as long."""
+    """With a clock by which verifying takes twice as long.
+
+    Also where vLLM's code processes the tokens of each request, and more requests wait than there is room for.
+    """
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
     simulation = make_simulation(make_config, depth=2, **drafting(share_right=share_right), **options)
     scheduler, now = simulation.scheduler, 0.0
@@ -522,8 +526,11 @@ def test_drafts_are_made_where_they_pay(
         return update(output, *args)
 
     scheduler.update_from_output = update_later
-    for index in range(3):
-        scheduler.add_request(make_request(f"r{index}", [index] * 20, 150))
+    scheduler.max_num_running_reqs = 256
+    for index in range(3 if is_fast else 20):
+        request = make_request(f"r{index}", [index] * 20, 120)
+        request.trace_headers = None if is_fast else {"traceparent": "some"}
+        scheduler.add_request(request)
     while simulation.is_busy:
         simulation.step()
         depths.append(scheduler._num_drafts)

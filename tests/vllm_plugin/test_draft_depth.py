@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -122,6 +123,36 @@ def test_times_that_have_changed_are_found_out() -> None:
     verify_s = 1.2
     engine.run(6000, 8, 0.9)
     assert engine.chosen[-1] == NUM_DRAFTS
+
+
+def test_a_trial_without_steps_that_can_be_timed_is_given_up() -> None:
+    engine = Engine(DraftDepth(NUM_DRAFTS))
+    engine.run(200, 8, 0.9)
+    depth = engine.depth
+    chosen = [depth.choose(8) for _ in range(20_000)]
+    assert chosen.count(0) < 0.02 * len(chosen)
+    # Also the first one.
+    depth = DraftDepth(NUM_DRAFTS)
+    engine = Engine(depth)
+    while depth.choose(8):
+        depth.note_time(NUM_DRAFTS, 8, 1.6)
+        depth.note_accepted(2.5)
+    chosen = [depth.choose(8) for _ in range(1000)]
+    assert 0 < chosen.count(0) < 60 and chosen[-1] == NUM_DRAFTS
+
+
+def test_sizes_that_alternate_change_nothing() -> None:
+    """Near a power of two: by what is known, drafts pay below it and do not from there on."""
+    engine = Engine(
+        DraftDepth(NUM_DRAFTS), lambda drafts, size: 1.0 + (0.8 if size < 16 else 2.6) * (drafts > 0)
+    )
+    for num_requests in (15, 16, 15, 16):
+        engine.run(200, num_requests, 0.8)
+    begin = len(engine.chosen)
+    for step in range(1000):
+        engine.run(1, 15 + step // 6 % 2, 0.8)
+    chosen = engine.chosen[begin:]
+    assert sum(now != then for now, then in itertools.pairwise(chosen)) < 40
 
 
 def test_nothing_is_tried_before_anything_is_known() -> None:

@@ -282,8 +282,9 @@ def test_what_a_request_wants_decides() -> None:
         ("logits processors beside drafts", penalties.use_penalty, True),
         ("logits processors beside drafts", bad_words.num_bad_words.np, 1),
         ("logits processors beside drafts", sampler.thinking_budget_state.use_thinking_budget, True),
-        ("top-k or top-p beside drafts", states.top_k.np, 5),
-        ("top-k or top-p beside drafts", states.top_p.np, 0.5),
+        ("top-k, top-p or min-p beside drafts", states.top_k.np, 5),
+        ("top-k, top-p or min-p beside drafts", states.top_p.np, 0.5),
+        ("top-k, top-p or min-p beside drafts", states.min_p.np, 0.1),
         ("prompts beside drafts", runner.req_states.prefill_len.np, 6),
     ):
         count, kept = STEPS.vllm.get(reason, 0), array[slot]

@@ -26,12 +26,25 @@ _TRIAL_STEPS, _MAX_COST = 10, 0.01
 not in use is timed again when one is worth it: contexts have grown, or others use the GPU no more."""
 _STEPS_BETWEEN_TRIALS = (100, 20_000)
 """At least, and at most."""
+_MAX_TRIAL_STEPS = 50
+"""After which a trial is given up: steps with prompts are not timed."""
 _MIN_GAIN = 1.02
 """By which the number of drafts that is not in use must be better, so that noise changes nothing."""
 _NUM_OBSERVED = 32
 """Steps over which accepted drafts are averaged; older ones fade."""
 _MAX_TOKENS_LOOKED_AT = 8192
 """Last tokens of a request that drafts are looked up in: about 0.4 ms of the CPU's time."""
+
+
+class _Trial(NamedTuple):
+    """The other number of drafts is in use, to time it."""
+
+    depth: int
+    """The number before."""
+    seconds: float
+    """What a step took with it."""
+    begin: int
+    """When it began, as ``DraftDepth`` counts."""
 
 
 class _Comparison(NamedTuple):
@@ -55,10 +68,13 @@ class DraftDepth:
         # By number of drafts and size of the batch, in powers of two.
         self._times = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=_MAX_TIMES))
         self._comparisons: dict[int, _Comparison] = {}
-        # Of trials that have begun: the number of drafts before, and the time of a step with them.
-        self._trials: dict[int, tuple[int, float]] = {}
+        self._trial: _Trial | None = None
+        # By size, where a trial was given up.
+        self._next_trials: dict[int, int] = {}
         self._num_accepted, self._num_observed = 0.0, 0
-        self._num_steps = self._num_drafted = self._next_look = self._size = 0
+        self._num_steps = self._num_drafted = self._next_look = 0
+        # Of the batch, and the last step in which it had that.
+        self._size = self._last_of_size = 0
 
     def __str__(self) -> str:
         of_all = self._num_steps and 100.0 * self._num_drafted / self._num_steps
@@ -69,13 +85,29 @@ class DraftDepth:
     def choose(self, num_requests: int) -> int:
         """Return how many drafts are made in the step to be scheduled, after which ``num_requests`` run."""
         self._num_steps += 1
-        last_size, self._size = self._size, num_requests.bit_length()
-        if self._num_steps >= self._next_look or self._size != last_size:
+        has_changed = self._has_another_size(num_requests.bit_length())
+        if self._num_steps >= self._next_look or has_changed:
             self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
             if self._is_other_better(self._size) or self._is_trial_due(self._size):
                 self._depth = self.num_drafts - self._depth
         self._num_drafted += self._depth > 0
         return self._depth
+
+    def _has_another_size(self, size: int) -> bool:
+        """Whether the batch has another size from now on: about twice another one, or not only for some steps.
+
+        What was begun with the size before is over, and what this size took at an earlier time is forgotten.
+        """
+        is_near = abs(size - self._size) < 2
+        if size == self._size or (is_near and self._num_steps - self._last_of_size < _STEPS_BETWEEN_LOOKS):
+            self._last_of_size = self._num_steps if size == self._size else self._last_of_size
+            return False
+        self._size, self._last_of_size = size, self._num_steps
+        if self._trial is not None:
+            self._depth, self._trial = self._trial.depth, None
+        for depth in (0, self.num_drafts):
+            self._times[depth, size].clear()
+        return True
 
     def _seconds_here(self, size: int) -> float | None:
         """Return what a step takes with the present number of drafts; None if that is not known."""
@@ -83,13 +115,18 @@ class DraftDepth:
         return median(times) if len(times) >= _MIN_TIMES else None
 
     def _is_other_better(self, size: int) -> bool:
-        here, trial = self._seconds_here(size), self._trials.get(size)
-        if trial is not None and trial[0] != self._depth:
+        here, trial = self._seconds_here(size), self._trial
+        if trial is not None:
             if here is None:
-                # It goes on.
-                return False
-            del self._trials[size]
-            self._comparisons[size] = _Comparison({trial[0]: trial[1], self._depth: here}, self._num_steps)
+                is_over = self._num_steps - trial.begin >= _MAX_TRIAL_STEPS
+                if is_over:
+                    self._trial = None
+                    self._next_trials[size] = self._num_steps + int(_MAX_TRIAL_STEPS / _MAX_COST)
+                return is_over
+            self._trial = None
+            self._comparisons[size] = _Comparison(
+                {trial.depth: trial.seconds, self._depth: here}, self._num_steps
+            )
         if not self._comparisons:
             return False
         # Batches of a size that has not been seen take what the most similar one takes.
@@ -100,12 +137,17 @@ class DraftDepth:
     def _is_trial_due(self, size: int) -> bool:
         """Whether to try the other number of drafts; then note what a step takes with the present one."""
         here, known = self._seconds_here(size), self._comparisons.get(size)
-        if here is None or not self._num_observed:
+        if here is None or self._trial is not None or not self._num_observed:
+            return False
+        if self._num_steps < self._next_trials.get(size, 0):
             return False
         if known is not None and self._num_steps - known.num_steps < self._steps_until_trial(known):
             return False
-        self._trials[size] = self._depth, here
+        self._trial = _Trial(self._depth, here, self._num_steps)
         self._times[self.num_drafts - self._depth, size].clear()
+        if self._depth == 0:
+            # What is accepted then counts for more than what was only looked up.
+            self._num_observed = min(self._num_observed, _MIN_TIMES)
         return True
 
     def _steps_until_trial(self, known: _Comparison) -> float:
@@ -174,13 +216,16 @@ def look_up(tokens: NDArray[np.int64], num_drafts: int, min_n: int, max_n: int) 
     They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that
     ``tokens`` end with. What is missing is the last token again.
     """
-    num_tokens, drafts = len(tokens), list[int]()
-    for n in range(min(max_n, num_tokens - 1), min_n - 1, -1):
-        is_found = np.ones(num_tokens - n, bool)
-        for place in range(n):
-            is_found &= tokens[place : num_tokens - n + place] == tokens[num_tokens - n + place]
-        if is_found.any():
-            start = int(np.flatnonzero(is_found)[-1]) + n
-            drafts = tokens[start : start + num_drafts].tolist()
+    num_tokens = start = len(tokens)
+    # Where n-grams end that are equal to the last one; each n leaves those of the n before that go on to the left.
+    ends = 1 + np.flatnonzero(tokens[:-1] == tokens[-1])
+    for n in range(1, max_n + 1):
+        if n > 1:
+            ends = ends[ends >= n]
+            ends = ends[tokens[ends - n] == tokens[num_tokens - n]]
+        if not len(ends):
             break
+        if n >= min_n:
+            start = int(ends[-1])
+    drafts: list[int] = tokens[start : start + num_drafts].tolist()
     return drafts + [int(tokens[-1])] * (num_drafts - len(drafts))

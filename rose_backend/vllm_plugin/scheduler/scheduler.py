@@ -158,8 +158,8 @@ class BatchedScheduling(Scheduler):
         """
         if self._seeded_ids:
             self._seeded_ids &= self.requests.keys()
-        # As many as will run when those that wait have been admitted.
-        num_requests = min(len(self.requests), self.max_num_running_reqs)
+        # Where nothing runs yet, as many as will run if there is room for all.
+        num_requests = len(self.running) or min(len(self.requests), self.max_num_running_reqs)
         chosen = depth.num_drafts if self._seeded_ids else depth.choose(num_requests)
         if chosen != self._next_num_drafts:
             self._draft_next(chosen)
@@ -483,9 +483,13 @@ class BatchedScheduling(Scheduler):
             budget.note_decode_step(seconds)
         if self._draft_depth is not None:
             num_requests = len(step.output.num_scheduled_tokens)
-            self._last_depth = depth = step.output.total_num_scheduled_tokens // num_requests - 1
-            if depth == last_depth:
-                self._draft_depth.note_time(depth, num_requests, seconds)
+            tokens_per_request, rest = divmod(step.output.total_num_scheduled_tokens, num_requests)
+            depth = tokens_per_request - 1
+            # Not where some have drafts and others have none.
+            if not rest and depth in (0, self.num_spec_tokens):
+                self._last_depth = depth
+                if depth == last_depth:
+                    self._draft_depth.note_time(depth, num_requests, seconds)
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""
@@ -500,6 +504,7 @@ class BatchedScheduling(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens of a step; return the outputs by front end, first tokens of requests first."""
         fast_outputs = self._fast_outputs_of(scheduler_output)
+        self._note_accepted(scheduler_output, model_runner_output)
         loads = model_runner_output.kv_connector_output
         has_failed_loads = loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
         if has_failed_loads:
@@ -559,14 +564,20 @@ class BatchedScheduling(Scheduler):
                 batch.note_tokens(None)
             elif counts is not None:
                 batch.note_tokens(counts)
-        if self._draft_depth is None:
+
+    def _note_accepted(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Note how many drafts a step has accepted, or would have."""
+        depth, drafted = self._draft_depth, scheduler_output.scheduled_spec_decode_tokens
+        if depth is None:
             return
-        if counts:
-            self._draft_depth.note_accepted(sum(counts) / len(counts) - 1.0)
+        if drafted and output.sampled_token_ids:
+            index, sampled = output.req_id_to_index, output.sampled_token_ids
+            num_accepted = sum(max(len(sampled[index[request_id]]) - 1, 0) for request_id in drafted)
+            depth.note_accepted(num_accepted / len(drafted))
         elif self._shadow_drafts is not None and self._num_drafts == 0:
             num_right = self._shadow_drafts.look(self.running)
             if num_right is not None:
-                self._draft_depth.note_accepted(num_right)
+                depth.note_accepted(num_right)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any

@@ -147,7 +147,11 @@ class DraftSteps(WholeSteps):
         bias, penalties, bad_words = sampler.logits_processors
         thinking = sampler.thinking_budget_state
         is_random = self._temperatures[slots] != 0
-        is_filtered = (states.top_k.np[slots] != self._runner.vocab_size) | (states.top_p.np[slots] != 1)
+        is_filtered = (
+            (states.top_k.np[slots] != self._runner.vocab_size)
+            | (states.top_p.np[slots] != 1)
+            | (states.min_p.np[slots] != 0)
+        )
         is_processed = (
             bias.use_logit_bias[slots]
             | penalties.use_penalty[slots]
@@ -157,8 +161,8 @@ class DraftSteps(WholeSteps):
             "log-probabilities beside drafts": sampler.get_logprobs_dims(slots) is not None,
             "logits processors beside drafts": is_processed.any()
             or (thinking.enabled and thinking.use_thinking_budget[slots].any()),
-            # vLLM's filters have memory that moves.
-            "top-k or top-p beside drafts": (is_random & is_filtered).any(),
+            # vLLM's filters have memory that moves. It refuses min-p beside drafts, but for next to nothing.
+            "top-k, top-p or min-p beside drafts": (is_random & is_filtered).any(),
         }
         return first_reason(reasons)
 

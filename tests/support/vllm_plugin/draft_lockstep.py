@@ -22,7 +22,6 @@ import torch  # noqa: E402
 from vllm.triton_utils import HAS_TRITON  # noqa: E402
 from vllm.v1.worker.gpu import input_batch  # noqa: E402
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature  # noqa: E402
-from vllm.v1.worker.gpu.sample.min_p import apply_min_p  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import gather_draft_sampled  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample  # noqa: E402
 
@@ -99,13 +98,10 @@ def step_as_vllm(runner: DraftRunner, ids: list[str], state: State, draws: bool)
     slot_of_logit, places = input_batch.expand_idx_mapping(slots, num_rows * query_len, starts, query_len)
     drafts, pos = gather_draft_sampled(input_ids, positions, indices, slot_of_logit, places, prefill_lens)
     logits = runner.model.compute_logits(runner.cudagraph_manager.hidden_states[indices])
-    temperature, min_p, seeds = (
-        torch.from_numpy(each.np.copy()) for each in (of.temperature, of.min_p, of.seeds)
-    )
+    temperature, seeds = (torch.from_numpy(each.np.copy()) for each in (of.temperature, of.seeds))
     if draws:
         logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
         apply_temperature(logits, slot_of_logit, temperature)
-        apply_min_p(logits, slot_of_logit, min_p)
     rates, num_drafts = runner.rejection_sampler.synthetic_conditional_rates, runner.num_drafts
     sampled, num_sampled = rejection_sample(
         *(logits, None, drafts, starts, pos, slots, slot_of_logit, places, temperature, seeds, num_drafts),
@@ -141,7 +137,6 @@ def compare(num_drafts: int, draws: bool, dtype: str, method: str, seed: int) ->
     for slot in states.req_id_to_index.values():
         of.seeds.np[slot] = rng.integers(-(2**62), 2**62)
         of.temperature.np[slot] = rng.choice([0, 1, 0.5, 1.3]) if draws else 0
-        of.min_p.np[slot] = rng.choice([0, 0.1])
         states.all_token_ids.gpu[slot] %= LIKELY
         states.draft_tokens[slot] = torch.from_numpy(rng.integers(0, LIKELY, num_drafts))
     runner.speculator = make_lookup(runner)
