@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.reports import commits, engines, figures, parts, serving
 from benchmarks.reports.engines import HOST, STOCK
+from benchmarks.reports.other_runs import OTHER_RUNS
 from benchmarks.reports.peers import PEERS, Fastest, fastest
 from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseconds
 
@@ -154,15 +155,35 @@ TABLES = {
 }
 
 
+_OTHER_RUNS = """### Other runs
+
+Results that no table shows. Ratios are to each peer's fastest median in any published run, as in the tables; losses
+are counted within the run. Figures are ranges over the cases of a result, which holds them all."""
+
+
+def other_runs() -> str:
+    """Return a line for each result that no table shows, or exit with why one cannot be published."""
+    lines = []
+    for file, run in OTHER_RUNS.items():
+        result = read(file)
+        if run.say is not None and (found := problems(result)):
+            raise SystemExit(f"{file}: {'; '.join(found)}")
+        commit = commits.COMMITS.get(result.get("sources_digest", file))
+        when = result["date"][:10] + (f", commit {commit}" if commit else "")
+        figures = f" {run.say(result, published())}" if run.say else ""
+        lines.append(f"- `benchmarks/results/{file}` ({when}): {run.what}.{figures}")
+    return "\n".join(lines)
+
+
 def sources() -> str:
-    """Return which table was measured on which sources."""
+    """Return which table was measured on which sources, and the results without a table."""
     digests = [digest for table in TABLES.values() if (digest := read(table.file).get("sources_digest"))]
     rows = [(f"[{name}]({table.page}.md)", table.sources()) for name, table in TABLES.items()]
     text = (
         f"{len(digests)} of {len(rows)} tables record on which sources of the package they were measured: "
         f"{len(set(digests))} different states. The other results are older than the digest.\n\n"
     )
-    return text + markdown(("table", "source digest"), rows)
+    return f"{text}{markdown(('table', 'source digest'), rows)}\n\n{_OTHER_RUNS}\n\n{other_runs()}"
 
 
 _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]

@@ -19,6 +19,7 @@ from benchmarks import block_manager, report
 from benchmarks.reports import commits, engines, figures, parts, peers, serving
 from benchmarks.reports.engines import HOST, STOCK, by_case, compared, fastest_peers
 from benchmarks.reports.figures import is_drawn_from
+from benchmarks.reports.other_runs import OTHER_RUNS, Run, start_up
 from benchmarks.reports.text import grouped
 from benchmarks.support import run_facts, timing
 
@@ -76,6 +77,34 @@ def test_the_index_says_which_sources_were_measured() -> None:
         assert line.startswith(
             f"`{digest}` (commit " if digest else "not recorded (result added with commit "
         )
+
+
+def test_every_result_has_a_table_or_a_line() -> None:
+    files = [path.relative_to(report.RESULTS).as_posix() for path in report.RESULTS.glob("*/*.json")]
+    shown = [*(table.file for table in report.TABLES.values()), *OTHER_RUNS]
+    assert sorted(shown) == sorted(file for file in files if not file.startswith("earlier/"))
+    assert [file for file in OTHER_RUNS if f"- `benchmarks/results/{file}` (20" not in report.sources()] == []
+
+
+def test_a_result_that_is_not_whole_has_no_line(one_result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_result.write_text(json.dumps({**block_manager_result(1), "failed": {"vllm": "it died"}}))
+    monkeypatch.setattr(report, "OTHER_RUNS", {"cpu/some.json": Run("some", start_up)})
+    with pytest.raises(SystemExit, match=r"cpu/some.json: not every engine has run: vllm \(it died\)"):
+        report.other_runs()
+
+
+def test_a_peer_is_as_fast_as_in_any_result_with_a_table_or_without() -> None:
+    published, slower = report.published(), []
+    for path in report.RESULTS.glob("*/*.json"):
+        for work, median in peers.fastest([json.loads(path.read_text())]).items():
+            if (
+                work not in published
+                or peers.better(str(work[-1]), median, published[work]) != published[work]
+            ):
+                slower.append((path.name, work))
+    assert slower == []
+    in_tables = peers.fastest(report.read(table.file) for table in report.TABLES.values())
+    assert any(published[work] != median for work, median in in_tables.items()), "of results without a table"
 
 
 @pytest.fixture(scope="module")
