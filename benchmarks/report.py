@@ -102,22 +102,13 @@ class Table(NamedTuple):
 
 TABLES = {
     "online_compare": Table("servers", "h200/online_compare.json", serving.trace_table),
-    **{
-        name: Table("servers", f"h200/{name}.json", functools.partial(serving.trace_table, name=name))
-        for name in ("vllm_trace", "vllm_trace_rust")
-    },
-    "vllm_serving": Table("servers", "h200/vllm_serving.json", _poisson_table),
-    "vllm_serving_4_api_servers": Table("servers", "h200/vllm_serving_4_api_servers.json", _poisson_table),
-    "vllm_gemma3_serving": Table("servers", "h200/vllm_gemma3_serving.json", _poisson_table),
-    "vllm_gpt_oss_serving": Table("servers", "h200/vllm_gpt_oss_serving.json", _poisson_table),
+    "vllm_trace": Table(
+        "servers", "h200/vllm_trace.json", functools.partial(serving.trace_table, name="vllm_trace")
+    ),
     "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", _poisson_table),
     "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", _poisson_table),
-    "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
-    "streams_qwen3": Table("servers", "h200/streams_qwen3.json", serving.streams_table),
     "streams_llama8b": Table("servers", "h200/streams_llama8b.json", serving.streams_table),
     "offline_compare": Table("engines", "h200/offline_compare.json", _offline_table),
-    "offline_mixed": Table("engines", "h200/offline_mixed.json", _offline_table),
-    "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
     "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", _offline_table),
     "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", _offline_table),
     "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", _offline_table),
@@ -148,7 +139,6 @@ TABLES = {
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
-    "state_hits": Table("parts", "cpu/state_hits.json", parts.state_hits_table),
     "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
     "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
     "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.reports import engines, parts
+from benchmarks.reports import engines, parts, serving
 from benchmarks.reports.engines import HOST, STOCK
 from benchmarks.reports.peers import Fastest
 from benchmarks.reports.text import LABELS, Result, grouped, medians, milliseconds
@@ -36,7 +36,8 @@ def verdict_of(table: Callable[[Result], str]) -> Callable[[Result, Fastest], st
 def offline(result: Result, published: Fastest) -> str:
     """Return how many times Rose's time the fastest peer takes, from the smallest to the largest, and losses."""
     times = [best.times for best in engines.best_peers(result, published).values()]
-    of = f"{engines.ratio_label(result)}: {min(times):.2f}x to {max(times):.2f}x. "
+    span = " to ".join(dict.fromkeys(f"{each:.2f}x" for each in (min(times), max(times))))
+    of = f"Times, {engines.ratio_label(result)}: {span}. "
     return of + verdict_of(engines.offline_table)(result, published)
 
 
@@ -55,6 +56,29 @@ def request_kinds(result: Result, published: Fastest) -> str:
     return of + verdict_of(engines.request_kinds_table)(result, published)
 
 
+def poisson(result: Result, published: Fastest) -> str:
+    """Return Rose's figures over vLLM's, from the smallest to the largest of all loads, and losses."""
+    loads, sides = serving.poisson_times(result, published).values(), []
+    for figure in ("p50_ttft_ms", "p50_tpot_ms", "output_throughput"):
+        times = [of_load[figure] for of_load in loads]
+        sides.append(f"{serving.COMPARED[figure]} {min(times):.2f}x to {max(times):.2f}x")
+    return f"Rose / vLLM: {', '.join(sides)}. " + verdict_of(serving.poisson_table)(result, published)
+
+
+def streams(result: Result, published: Fastest) -> str:
+    """Return gaps of streams and waits for first tokens of each engine, and losses."""
+    rows = {(row["arrivals"], row["backend"]): row for row in result["rows"]}
+    sides = (
+        f"{arrivals} arrivals, {LABELS[side]}: gap p99 {milliseconds(row['p99_gap_ms'])} ms, TTFT p50 "
+        f"{milliseconds(row['p50_ttft_ms'])} ms"
+        for arrivals in dict.fromkeys(arrivals for arrivals, _ in rows)
+        for side in LABELS
+        if (row := rows.get((arrivals, side)))
+    )
+    of = "; ".join(sides)
+    return f"{of[0].upper()}{of[1:]}. {verdict_of(serving.streams_table)(result, published)}"
+
+
 def start_up(result: Result, _: Fastest) -> str:
     """Return seconds until an engine is ready, and the tokens that its KV cache holds."""
     sides = []
@@ -69,6 +93,30 @@ _copies = verdict_of(parts.variants_table)
 _GONE = "; commit 29b54d5 was the last with the script"
 _WAITING = "what it is worth to wait for a prefix that another request computes, {}" + _GONE
 OTHER_RUNS: dict[str, Run] = {
+    "h200/vllm_trace_rust.json": Run(
+        "`vllm serve` with its API server in Rust under the chat trace, GPT-2",
+        verdict_of(serving.trace_table),
+    ),
+    "h200/vllm_serving.json": Run("`vllm serve` at rising loads, GPT-2", poisson),
+    "h200/vllm_serving_4_api_servers.json": Run("the same with four API processes", poisson),
+    "h200/vllm_gemma3_serving.json": Run(
+        "`vllm serve` at rising loads, shared prefixes, Gemma 3 4B", poisson
+    ),
+    "h200/vllm_gpt_oss_serving.json": Run(
+        "`vllm serve` at rising loads, shared prefixes, gpt-oss 20B", poisson
+    ),
+    "h200/arrivals.json": Run(
+        "streams to callers in the engine's process, without HTTP, GPT-2",
+        verdict_of(serving.in_process_table),
+    ),
+    "h200/streams_qwen3.json": Run("prompts of 4,096 tokens beside 32 streams, Qwen3 0.6B", streams),
+    "h200/offline_mixed.json": Run("batches of more prompts than fit, GPT-2", offline),
+    "h200/offline_switches.json": Run(
+        "parts of the standalone engine, each switched off alone, GPT-2", verdict_of(engines.parts_table)
+    ),
+    "cpu/state_hits.json": Run(
+        "prefix hits with states of hybrid models", verdict_of(parts.state_hits_table)
+    ),
     "h200/qwen3_modes.json": Run("steps of Qwen3 0.6B without vLLM, greedy and drawn"),
     "h200/standalone_before_after.json": Run(
         "the standalone engine before and after a redesign, with the script that compared them"

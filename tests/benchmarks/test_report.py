@@ -20,7 +20,7 @@ from benchmarks.reports import commits, engines, figures, parts, peers, serving
 from benchmarks.reports.engines import HOST, STOCK, by_case, compared, fastest_peers
 from benchmarks.reports.figures import is_drawn_from
 from benchmarks.reports.other_runs import OTHER_RUNS, Run, start_up
-from benchmarks.reports.text import grouped
+from benchmarks.reports.text import grouped, milliseconds
 from benchmarks.support import run_facts, timing
 
 
@@ -415,6 +415,27 @@ def first_tokens_of_turns(name: str, scale: float) -> str:
     return f"the median TTFT of single turns was {rose} ms with Rose and {alone} ms without"
 
 
+def light_load() -> str:
+    result = report.read("h200/vllm_trace.json")
+    sides = serving.points(result["rows"])["greedy", 0.028]
+    (rose_first, first), (rose, alone) = (
+        [milliseconds(sides[side][figure]) for side in (HOST, STOCK)]
+        for figure in ("p50_ttft_ms", "p50_e2el_ms")
+    )
+    return (
+        f"at {serving.requests_per_s(result, 0.028):.0f} requests a second of GPT-2, the median TTFT is {rose_first} "
+        f"ms, without Rose {first} ms, and the median answer takes {rose} ms, without Rose {alone} ms"
+    )
+
+
+def no_losses_in_other_runs(claim: str, *files: str) -> str:
+    lines = [
+        line for line in report.other_runs().splitlines() if any(f"/{file}.json`" in line for file in files)
+    ]
+    assert len(lines) == len(files) and all("No losses in " in line for line in lines)
+    return claim
+
+
 def behind(name: str, scale: float | None = None) -> int:
     losses = report.read(name)["losses"]
     return sum(
@@ -434,7 +455,22 @@ CLAIMS = {
     "docs/performance/inside_vllm.md": [experts, sglang_turns, nano_vllm_turns],
     "docs/performance/servers.md": [
         one_behind,
+        light_load,
         saturated,
+        lambda: no_losses_in_other_runs(
+            "Rose is behind in none of their figures.",
+            *(
+                "vllm_serving",
+                "vllm_gemma3_serving",
+                "vllm_gpt_oss_serving",
+                "vllm_serving_4_api_servers",
+                "arrivals",
+            ),
+        ),
+        lambda: no_losses_in_other_runs(
+            "Rose is ahead in every figure at every load (`benchmarks/results/h200/vllm_trace_rust.json`",
+            "vllm_trace_rust",
+        ),
         lambda: first_tokens_of_turns("h200/online_compare.json", 0.009),
         lambda: first_tokens_of_turns("h200/vllm_trace.json", 0.006),
         lambda: f"Rose is behind in {behind('h200/vllm_trace.json')} of the 48 figures",
