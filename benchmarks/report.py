@@ -110,32 +110,15 @@ TABLES = {
     "streams_llama8b": Table("servers", "h200/streams_llama8b.json", serving.streams_table),
     "offline_compare": Table("engines", "h200/offline_compare.json", _offline_table),
     "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", _offline_table),
-    "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", _offline_table),
-    "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", _offline_table),
-    "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", _offline_table),
-    "sglang_gpt2": Table("inside_vllm", "h100/sglang_gpt2.json", _offline_table),
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", _offline_table),
-    "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", _offline_table),
-    "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", _offline_table),
-    "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", _offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
-    "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
     "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
     "vllm_llama8b_int4": Table("inside_vllm", "h200/vllm_llama8b_int4.json", _offline_table),
-    "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
-    "vllm_ngram_qwen3": Table("inside_vllm", "h200/vllm_ngram_qwen3.json", _offline_table),
     "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
-    "vllm_eagle3_qwen3": Table("inside_vllm", "h200/vllm_eagle3_qwen3.json", _offline_table),
-    "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
-    "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),
     "vllm_request_kinds_qwen3": Table(
         "inside_vllm", "h200/vllm_request_kinds_qwen3.json", engines.request_kinds_table
     ),
-    "vllm_adapters_qwen3": Table("inside_vllm", "h200/vllm_adapters_qwen3.json", engines.request_kinds_table),
-    "vllm_qwen3_vl": Table("inside_vllm", "h200/vllm_qwen3_vl.json", engines.request_kinds_table),
-    "vllm_qwen3_5": Table("inside_vllm", "h200/vllm_qwen3_5.json", engines.request_kinds_table),
-    "vllm_experts_2_ranks": Table("inside_vllm", "h200/vllm_experts_2_ranks.json", _offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
@@ -147,8 +130,9 @@ TABLES = {
 
 _OTHER_RUNS = """### Other runs
 
-Results that no table shows. Ratios are to each peer's fastest median in any published run, as in the tables; losses
-are counted within the run. Figures are ranges over the cases of a result, which holds them all."""
+Results in `benchmarks/results` that no table shows. Ratios of engines and servers are to a peer's fastest median in
+any published run, as in the tables, from the smallest of a result's cases to the largest; losses are counted within
+the run. Each file holds all cases, the versions and the command."""
 
 
 def other_runs() -> str:
@@ -161,7 +145,7 @@ def other_runs() -> str:
         commit = commits.COMMITS.get(result.get("sources_digest", file))
         when = result["date"][:10] + (f", commit {commit}" if commit else "")
         figures = f" {run.say(result, published())}" if run.say else ""
-        lines.append(f"- `benchmarks/results/{file}` ({when}): {run.what}.{figures}")
+        lines.append(f"- `{file}` ({when}): {run.what}.{figures}")
     return "\n".join(lines)
 
 
@@ -233,7 +217,7 @@ def summary() -> str:
     where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
     where += "are named. An engine's or server's time is, for a peer, its fastest median in any published run of this "
     where += "work, model, dtype, release and GPU, for Rose that of one run; kernels are timed in turns in one run. "
-    where += "[docs/performance](docs/performance/index.md) shows all runs, with every case in which Rose is slower."
+    where += "[docs/performance](docs/performance/index.md) lists all runs, with every case in which Rose is slower."
     return markdown(("medians", "Rose", "fastest peer", "peer / Rose"), rows, where)
 
 

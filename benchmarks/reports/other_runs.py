@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.reports import engines, parts, serving
@@ -34,11 +34,19 @@ def verdict_of(table: Callable[[Result], str]) -> Callable[[Result, Fastest], st
 
 
 def offline(result: Result, published: Fastest) -> str:
-    """Return how many times Rose's time the fastest peer takes, from the smallest to the largest, and losses."""
+    """Return how many times Rose's time the fastest peer takes, and losses."""
     times = [best.times for best in engines.best_peers(result, published).values()]
-    span = " to ".join(dict.fromkeys(f"{each:.2f}x" for each in (min(times), max(times))))
-    of = f"Times, {engines.ratio_label(result)}: {span}. "
+    of = f"Times, {engines.ratio_label(result)}: {_span(times)}. "
     return of + verdict_of(engines.offline_table)(result, published)
+
+
+def drafts(result: Result, published: Fastest) -> str:
+    """Return how long Rose's steps take with drafts over those without, and the same beside vLLM."""
+    times = [
+        engines.compared(sides[HOST]) / engines.compared(sides[f"{HOST}, drafts off"])
+        for sides in engines.by_case(result["rows"]).values()
+    ]
+    return f"Times, Rose in vLLM with drafts / without: {_span(times)}. {offline(result, published)}"
 
 
 def request_kinds(result: Result, published: Fastest) -> str:
@@ -58,10 +66,11 @@ def request_kinds(result: Result, published: Fastest) -> str:
 
 def poisson(result: Result, published: Fastest) -> str:
     """Return Rose's figures over vLLM's, from the smallest to the largest of all loads, and losses."""
-    loads, sides = serving.poisson_times(result, published).values(), []
-    for figure in ("p50_ttft_ms", "p50_tpot_ms", "output_throughput"):
-        times = [of_load[figure] for of_load in loads]
-        sides.append(f"{serving.COMPARED[figure]} {min(times):.2f}x to {max(times):.2f}x")
+    loads = serving.poisson_times(result, published).values()
+    sides = (
+        f"{serving.COMPARED[figure]} {_span([of_load[figure] for of_load in loads])}"
+        for figure in ("p50_ttft_ms", "p50_tpot_ms", "output_throughput")
+    )
     return f"Rose / vLLM: {', '.join(sides)}. " + verdict_of(serving.poisson_table)(result, published)
 
 
@@ -89,6 +98,11 @@ def start_up(result: Result, _: Fastest) -> str:
     return "; ".join(sides) + "."
 
 
+def _span(times: Sequence[float]) -> str:
+    """Return the smallest and the largest ratio."""
+    return " to ".join(dict.fromkeys(f"{each:.2f}x" for each in (min(times), max(times))))
+
+
 _copies = verdict_of(parts.variants_table)
 _GONE = "; commit 29b54d5 was the last with the script"
 _WAITING = "what it is worth to wait for a prefix that another request computes, {}" + _GONE
@@ -110,6 +124,40 @@ OTHER_RUNS: dict[str, Run] = {
         verdict_of(serving.in_process_table),
     ),
     "h200/streams_qwen3.json": Run("prompts of 4,096 tokens beside 32 streams, Qwen3 0.6B", streams),
+    # The first start compiled everything, and its time was up before it reached the largest cases.
+    **{
+        f"h200/vllm_gpt2_start_{number}.json": Run(
+            f"steps of GPT-2 inside vLLM, start {number} of 3", offline
+        )
+        for number in (1, 2, 3)
+    },
+    "h100/sglang_gpt2.json": Run("steps of GPT-2 inside vLLM beside SGLang", offline),
+    "h200/vllm_llama.json": Run("steps of a Llama of 1B inside vLLM, grouped heads of 64 elements", offline),
+    **{
+        f"h200/vllm_qwen3_start_{number}.json": Run("steps of Qwen3 0.6B, an earlier run", offline)
+        for number in (2, 3)
+    },
+    "h100/vllm_qwen3.json": Run(
+        "steps of Qwen3 0.6B inside vLLM, before the tiles of products were chosen anew", offline
+    ),
+    "h200/vllm_llama8b_start_2.json": Run("steps of Llama 8B, on another machine and newer sources", offline),
+    "h200/vllm_ngram_qwen3.json": Run("three n-gram drafts for each request of Qwen3 0.6B", drafts),
+    "h200/vllm_eagle3_qwen3.json": Run(
+        "three drafts of an EAGLE-3 head for each request of Qwen3 0.6B", drafts
+    ),
+    "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),
+    "h200/vllm_gpt_oss.json": Run(
+        "steps of gpt-oss 20B in bfloat16 inside vLLM, windows and experts", offline
+    ),
+    "h200/vllm_adapters_qwen3.json": Run(
+        "requests of Qwen3 0.6B with eight LoRA adapters of rank 16 in turns, which adapt all products of the layers",
+        request_kinds,
+    ),
+    "h200/vllm_qwen3_vl.json": Run("text alone to Qwen3-VL 4B inside vLLM", request_kinds),
+    "h200/vllm_qwen3_5.json": Run("Qwen3.5 4B inside vLLM, most layers with states", request_kinds),
+    "h200/vllm_experts_2_ranks.json": Run(
+        "12 layers of Qwen3 30B-A3B inside two vLLM engines on two GPUs that share the experts", offline
+    ),
     "h200/offline_mixed.json": Run("batches of more prompts than fit, GPT-2", offline),
     "h200/offline_switches.json": Run(
         "parts of the standalone engine, each switched off alone, GPT-2", verdict_of(engines.parts_table)

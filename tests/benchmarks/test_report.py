@@ -79,11 +79,26 @@ def test_the_index_says_which_sources_were_measured() -> None:
         )
 
 
+def test_pages_have_at_most_twenty_tables() -> None:
+    pages = (report.ROOT / "docs/performance").glob("*.md")
+    shown = [name for page in pages for name in re.findall(r"<!-- table: (\w+) -->", page.read_text())]
+    assert sorted(shown) == sorted([*report.TABLES, "sources"])
+    assert len(report.TABLES) <= 20
+
+
+def test_a_result_with_a_loss_to_a_peer_has_a_table() -> None:
+    beside_itself = ("h200/offline_switches", "h200/kv_cow_clone_float32", "cpu/kv_cow_clone")
+    lines = (line for line in report.other_runs().splitlines() if re.search("Slower|Fewer hits", line))
+    assert [
+        line for line in lines if not line.startswith(tuple(f"- `{file}.json`" for file in beside_itself))
+    ] == []
+
+
 def test_every_result_has_a_table_or_a_line() -> None:
     files = [path.relative_to(report.RESULTS).as_posix() for path in report.RESULTS.glob("*/*.json")]
     shown = [*(table.file for table in report.TABLES.values()), *OTHER_RUNS]
     assert sorted(shown) == sorted(file for file in files if not file.startswith("earlier/"))
-    assert [file for file in OTHER_RUNS if f"- `benchmarks/results/{file}` (20" not in report.sources()] == []
+    assert [file for file in OTHER_RUNS if f"- `{file}` (20" not in report.sources()] == []
 
 
 def test_a_result_that_is_not_whole_has_no_line(one_result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +411,7 @@ def nano_vllm_turns() -> str:
     case = next(case for case in medians(name) if case.startswith("nano-vllm"))
     of = {side: span(turns(name, case, side)) for side in ("rose", HOST, STOCK, "sglang")}
     return (
-        f"The first table's turns are {of['rose']} s without vLLM, {of[HOST]} s inside vLLM, {of[STOCK]} s for vLLM "
+        f"The turns are {of['rose']} s without vLLM, {of[HOST]} s inside vLLM, {of[STOCK]} s for vLLM "
         f"and {of['sglang']} s for SGLang."
     )
 
@@ -429,9 +444,8 @@ def light_load() -> str:
 
 
 def no_losses_in_other_runs(claim: str, *files: str) -> str:
-    lines = [
-        line for line in report.other_runs().splitlines() if any(f"/{file}.json`" in line for file in files)
-    ]
+    starts = tuple(f"- `{file}.json` " for file in files)
+    lines = [line for line in report.other_runs().splitlines() if line.startswith(starts)]
     assert len(lines) == len(files) and all("No losses in " in line for line in lines)
     return claim
 
@@ -449,27 +463,34 @@ def one_behind() -> str:
     return f"but for one median that is {loss['rose'] - loss['peers']:.1f} ms behind."
 
 
+OTHER_MODELS = (
+    *(f"h200/vllm_gpt2_start_{number}" for number in (1, 2, 3)),
+    *("h100/sglang_gpt2", "h200/vllm_llama", "h100/vllm_qwen3", "h100/vllm_gemma3", "h200/vllm_gpt_oss"),
+    *("h200/vllm_qwen3_vl", "h200/vllm_qwen3_5", "h200/vllm_experts_2_ranks", "h200/vllm_adapters_qwen3"),
+)
 CLAIMS = {
     "README.md": [at_a_glance, attention_alone, mend],
+    "docs/performance/index.md": [at_a_glance],
     "docs/performance/engines.md": [fast_run, drawn_and_greedy],
-    "docs/performance/inside_vllm.md": [experts, sglang_turns, nano_vllm_turns],
+    "docs/performance/inside_vllm.md": [
+        at_a_glance,
+        experts,
+        sglang_turns,
+        nano_vllm_turns,
+        lambda: no_losses_in_other_runs("has a line for each, with its losses; none has any:", *OTHER_MODELS),
+    ],
     "docs/performance/servers.md": [
         one_behind,
         light_load,
         saturated,
         lambda: no_losses_in_other_runs(
             "Rose is behind in none of their figures.",
-            *(
-                "vllm_serving",
-                "vllm_gemma3_serving",
-                "vllm_gpt_oss_serving",
-                "vllm_serving_4_api_servers",
-                "arrivals",
-            ),
+            *(f"h200/vllm_{name}serving" for name in ("", "gemma3_", "gpt_oss_")),
+            *("h200/vllm_serving_4_api_servers", "h200/arrivals"),
         ),
         lambda: no_losses_in_other_runs(
             "Rose is ahead in every figure at every load (`benchmarks/results/h200/vllm_trace_rust.json`",
-            "vllm_trace_rust",
+            "h200/vllm_trace_rust",
         ),
         lambda: first_tokens_of_turns("h200/online_compare.json", 0.009),
         lambda: first_tokens_of_turns("h200/vllm_trace.json", 0.006),
