@@ -4,7 +4,8 @@
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in docs/figures; each has the
-digest of the result it shows. A result in which an engine was missing or failed is not published.
+digest of the result it shows. Results without a table have a line each (benchmarks/reports/other_runs.py). A result in
+which an engine was missing or failed is not published.
 """
 
 from __future__ import annotations
