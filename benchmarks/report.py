@@ -4,7 +4,8 @@
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in docs/figures; each has the
-digest of the result it shows. A result in which an engine was missing or failed is not published.
+digest of the result it shows. Results without a table have a line each (benchmarks/reports/other_runs.py). A result in
+which an engine was missing or failed is not published.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.reports import commits, engines, figures, parts, serving
 from benchmarks.reports.engines import HOST, STOCK
+from benchmarks.reports.other_runs import OTHER_RUNS
 from benchmarks.reports.peers import PEERS, Fastest, fastest
 from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseconds
 
@@ -101,68 +103,62 @@ class Table(NamedTuple):
 
 TABLES = {
     "online_compare": Table("servers", "h200/online_compare.json", serving.trace_table),
-    **{
-        name: Table("servers", f"h200/{name}.json", functools.partial(serving.trace_table, name=name))
-        for name in ("vllm_trace", "vllm_trace_rust")
-    },
-    "vllm_serving": Table("servers", "h200/vllm_serving.json", _poisson_table),
-    "vllm_serving_4_api_servers": Table("servers", "h200/vllm_serving_4_api_servers.json", _poisson_table),
-    "vllm_gemma3_serving": Table("servers", "h200/vllm_gemma3_serving.json", _poisson_table),
-    "vllm_gpt_oss_serving": Table("servers", "h200/vllm_gpt_oss_serving.json", _poisson_table),
+    "vllm_trace": Table(
+        "servers", "h200/vllm_trace.json", functools.partial(serving.trace_table, name="vllm_trace")
+    ),
     "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", _poisson_table),
     "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", _poisson_table),
-    "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
-    "streams_qwen3": Table("servers", "h200/streams_qwen3.json", serving.streams_table),
     "streams_llama8b": Table("servers", "h200/streams_llama8b.json", serving.streams_table),
     "offline_compare": Table("engines", "h200/offline_compare.json", _offline_table),
-    "offline_mixed": Table("engines", "h200/offline_mixed.json", _offline_table),
-    "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
     "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", _offline_table),
-    "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", _offline_table),
-    "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", _offline_table),
-    "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", _offline_table),
-    "sglang_gpt2": Table("inside_vllm", "h100/sglang_gpt2.json", _offline_table),
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", _offline_table),
-    "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", _offline_table),
-    "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", _offline_table),
-    "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", _offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
-    "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
     "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
     "vllm_llama8b_int4": Table("inside_vllm", "h200/vllm_llama8b_int4.json", _offline_table),
-    "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
-    "vllm_ngram_qwen3": Table("inside_vllm", "h200/vllm_ngram_qwen3.json", _offline_table),
     "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
-    "vllm_eagle3_qwen3": Table("inside_vllm", "h200/vllm_eagle3_qwen3.json", _offline_table),
-    "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
-    "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),
     "vllm_request_kinds_qwen3": Table(
         "inside_vllm", "h200/vllm_request_kinds_qwen3.json", engines.request_kinds_table
     ),
-    "vllm_adapters_qwen3": Table("inside_vllm", "h200/vllm_adapters_qwen3.json", engines.request_kinds_table),
-    "vllm_qwen3_vl": Table("inside_vllm", "h200/vllm_qwen3_vl.json", engines.request_kinds_table),
-    "vllm_qwen3_5": Table("inside_vllm", "h200/vllm_qwen3_5.json", engines.request_kinds_table),
-    "vllm_experts_2_ranks": Table("inside_vllm", "h200/vllm_experts_2_ranks.json", _offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
-    "state_hits": Table("parts", "cpu/state_hits.json", parts.state_hits_table),
     "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
     "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
     "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),
 }
 
 
+_OTHER_RUNS = """### Other runs
+
+Results in `benchmarks/results` that no table shows. Ratios of engines and servers are to a peer's fastest median in
+any published run, as in the tables, from the smallest of a result's cases to the largest; losses are counted within
+the run. Each file holds all cases, the versions and the command."""
+
+
+def other_runs() -> str:
+    """Return a line for each result that no table shows, or exit with why one cannot be published."""
+    lines = []
+    for file, run in OTHER_RUNS.items():
+        result = read(file)
+        if run.say is not None and (found := problems(result)):
+            raise SystemExit(f"{file}: {'; '.join(found)}")
+        commit = commits.COMMITS.get(result.get("sources_digest", file))
+        when = result["date"][:10] + (f", commit {commit}" if commit else "")
+        figures = f" {run.say(result, published())}" if run.say else ""
+        lines.append(f"- `{file}` ({when}): {run.what}.{figures}")
+    return "\n".join(lines)
+
+
 def sources() -> str:
-    """Return which table was measured on which sources."""
+    """Return which table was measured on which sources, and the results without a table."""
     digests = [digest for table in TABLES.values() if (digest := read(table.file).get("sources_digest"))]
     rows = [(f"[{name}]({table.page}.md)", table.sources()) for name, table in TABLES.items()]
     text = (
         f"{len(digests)} of {len(rows)} tables record on which sources of the package they were measured: "
         f"{len(set(digests))} different states. The other results are older than the digest.\n\n"
     )
-    return text + markdown(("table", "source digest"), rows)
+    return f"{text}{markdown(('table', 'source digest'), rows)}\n\n{_OTHER_RUNS}\n\n{other_runs()}"
 
 
 _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]
@@ -222,7 +218,7 @@ def summary() -> str:
     where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
     where += "are named. An engine's or server's time is, for a peer, its fastest median in any published run of this "
     where += "work, model, dtype, release and GPU, for Rose that of one run; kernels are timed in turns in one run. "
-    where += "[docs/performance](docs/performance/index.md) shows all runs, with every case in which Rose is slower."
+    where += "[docs/performance](docs/performance/index.md) lists all runs, with every case in which Rose is slower."
     return markdown(("medians", "Rose", "fastest peer", "peer / Rose"), rows, where)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from benchmarks.reports.peers import NONE, PEERS, Fastest, better, offline_work
 from benchmarks.reports.text import (
@@ -138,6 +139,36 @@ def fastest_peers(result: Result, sides: dict[str, Row], published: Fastest) -> 
     return found
 
 
+class BestPeer(NamedTuple):
+    """The fastest peer at one case."""
+
+    peer: str
+    figure: float
+    """Its fastest published median, or that of the result."""
+    times: float
+    """Its figure over Rose's; Rose's standalone where that is in the result."""
+
+
+def best_peers(result: Result, published: Fastest) -> dict[str, BestPeer]:
+    """Return the fastest peer of each case that has one."""
+    found, ours = {}, _ours(result)
+    for case, sides in by_case(result["rows"]).items():
+        if ours in sides and (peers := fastest_peers(result, sides, published)):
+            best = min(peers, key=lambda peer: peers[peer])
+            found[case] = BestPeer(best, peers[best], peers[best] / compared(sides[ours]))
+    return found
+
+
+def ratio_label(result: Result) -> str:
+    """Return what the ratios of a result are of."""
+    theirs = [LABELS[name] for name in LABELS if name in PEERS and name in result["backends"]]
+    return f"{theirs[0] if len(theirs) == 1 else 'best peer'} / {LABELS.get(_ours(result), '')}"
+
+
+def _ours(result: Result) -> str:
+    return next((host for host in ROSE_HOSTS if host in result["backends"]), "")
+
+
 _NAMED = ", given in brackets where it is not this run's"
 
 
@@ -149,17 +180,14 @@ def offline_table(result: Result, published: Fastest = NONE) -> str:
     """
     # With switched-off sides beside them when it is printed; published comparisons of engines have none.
     backends = sorted(result["backends"], key=lambda name: [*LABELS, name].index(name))
-    ours = next((host for host in ROSE_HOSTS if host in backends), "")
-    rows = []
+    rows, best_of = [], best_peers(result, published)
     for case, sides in by_case(result["rows"]).items():
-        peers = fastest_peers(result, sides, published)
         ratio = ""
-        if peers and ours in sides:
-            best = min(peers, key=lambda peer: peers[peer])
-            ratio = f"{peers[best] / compared(sides[ours]):.2f}x"
-            if peers[best] != compared(sides[best]):
-                unit = "ms" if sides[best]["scene"] == "decode" else "s"
-                ratio += f" ({LABELS[best]} {milliseconds(peers[best])} {unit})"
+        if best := best_of.get(case):
+            ratio = f"{best.times:.2f}x"
+            if best.figure != compared(sides[best.peer]):
+                unit = "ms" if sides[best.peer]["scene"] == "decode" else "s"
+                ratio += f" ({LABELS[best.peer]} {milliseconds(best.figure)} {unit})"
         rows.append((case, *(_cell(sides.get(name)) for name in backends), ratio))
     labels = [LABELS.get(name, name) for name in backends]
     lost = (
@@ -170,8 +198,7 @@ def offline_table(result: Result, published: Fastest = NONE) -> str:
         for loss in result["losses"]
     )
     of = f"{sum(1 for _ in _comparisons(result['rows']))} comparisons"
-    theirs = [LABELS[name] for name in backends if name in PEERS]
-    header = ("", *labels, f"{theirs[0] if len(theirs) == 1 else 'best peer'} / {LABELS.get(ours, '')}")
+    header = ("", *labels, ratio_label(result))
     return markdown(
         header, rows, source(result) + (RATIOS.format(_NAMED) if published else ""), verdict(lost, of)
     )

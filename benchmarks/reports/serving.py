@@ -214,27 +214,42 @@ def poisson_bars(comparison: Iterable[Row], start_up_s: Mapping[str, float]) -> 
     return found
 
 
+def poisson_times(result: Result, published: Fastest) -> dict[str, dict[str, float]]:
+    """Return, for each load that both sides have, every figure of Rose inside vLLM over vLLM's fastest published."""
+    found = {}
+    for row in result["comparison"]:
+        if "times" in row:
+            ours, vllm = (row["medians"][side] for side in (HOST, STOCK))
+            best = {
+                name: better(
+                    name,
+                    value,
+                    published.get(poisson_work(result, STOCK, row["set"], row["rate"], name), value),
+                )
+                for name, value in vllm.items()
+            }
+            found[_load(row)] = {name: ours[name] / best[name] if best[name] else 0.0 for name in COMPARED}
+    return found
+
+
+def _load(row: Row) -> str:
+    rate = "all at once" if row["rate"] is None else f"{row['rate']:.0f} requests/s"
+    return f"{row['set']}, {rate}"
+
+
 def poisson_table(result: Result, published: Fastest = NONE) -> str:
     """Return latencies, throughput and prefilled tokens at every load, and every loss.
 
     Args:
         published: what ratios are taken of, beside the result's own figures.
     """
-    rows, pairs = [], []
+    rows, pairs, of_vllm = [], [], poisson_times(result, published)
     for row in result["comparison"]:
-        rate, sides = row["rate"], row["medians"]
-        load = f"{row['set']}, {'all at once' if rate is None else f'{rate:.0f} requests/s'}"
+        load, sides = _load(row), row["medians"]
         for side in filter(sides.get, _SERVED):
             rows.append((load, _SERVED[side], *(_shown(name, sides[side][name]) for name in COMPARED)))
-        if "times" in row:
-            vllm = {
-                name: better(
-                    name, value, published.get(poisson_work(result, STOCK, row["set"], rate, name), value)
-                )
-                for name, value in sides[STOCK].items()
-            }
-            times = (sides[HOST][name] / vllm[name] if vllm[name] else 0 for name in COMPARED)
-            rows.append((load, "Rose / vLLM", *(f"{each:.2f}x" for each in times)))
+        if times := of_vllm.get(load):
+            rows.append((load, "Rose / vLLM", *(f"{times[name]:.2f}x" for name in COMPARED)))
         pairs += [(load, pair) for pair in _pairs(sides, (STOCK, OUTPUTS_APART), COMPARED)]
     how = _poisson_source(result) + (RATIOS.format("") if published else "")
     return text.markdown(("", "", *COMPARED.values()), rows, how, _verdict(pairs))

@@ -20,11 +20,6 @@ LABELS = {"rose": "Rose", "rose-in-vllm": "Rose in vLLM", "vllm": "vLLM", "sglan
 _LIBRARIES = {"torch": "torch", "triton": "Triton", "vllm": "vLLM", "flashinfer-python": "flashinfer"}
 # What was measured after a release, with that release's number still in the sources.
 _MEASURED_AS = {("Rose", "0.1.0"): "0.2.0 development"}
-MOVED = {
-    "benchmarks.arrivals": "benchmarks.online_compare in-process",
-    "benchmarks.vllm_serving": "benchmarks.online_compare poisson",
-}
-"""Modules that recorded commands name -> what takes the same options now."""
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]], *paragraphs: str) -> str:
@@ -78,12 +73,8 @@ def caption(result: Result, *facts: str, turns: Iterable[int] = ()) -> str:
 
 
 def command(result: Result) -> str:
-    """Return the command line that repeats a result, and its module's name at the time if that was another."""
-    text, was = result["command"], ""
-    for old, new in MOVED.items():
-        if old in text:
-            text, was = text.replace(old, new), f" (at the time `{old}`)"
-    return f"`{text}`{was}"
+    """Return the command line that made a result."""
+    return f"`{result['command']}`"
 
 
 def versions(result: Result) -> str:

@@ -19,7 +19,8 @@ from benchmarks import block_manager, report
 from benchmarks.reports import commits, engines, figures, parts, peers, serving
 from benchmarks.reports.engines import HOST, STOCK, by_case, compared, fastest_peers
 from benchmarks.reports.figures import is_drawn_from
-from benchmarks.reports.text import grouped
+from benchmarks.reports.other_runs import OTHER_RUNS, Run, start_up
+from benchmarks.reports.text import grouped, milliseconds
 from benchmarks.support import run_facts, timing
 
 
@@ -76,6 +77,49 @@ def test_the_index_says_which_sources_were_measured() -> None:
         assert line.startswith(
             f"`{digest}` (commit " if digest else "not recorded (result added with commit "
         )
+
+
+def test_pages_have_at_most_twenty_tables() -> None:
+    pages = (report.ROOT / "docs/performance").glob("*.md")
+    shown = [name for page in pages for name in re.findall(r"<!-- table: (\w+) -->", page.read_text())]
+    assert sorted(shown) == sorted([*report.TABLES, "sources"])
+    assert len(report.TABLES) <= 20
+
+
+def test_a_result_with_a_loss_to_a_peer_has_a_table() -> None:
+    beside_itself = ("h200/offline_switches", "h200/kv_cow_clone_float32", "cpu/kv_cow_clone")
+    lines = (line for line in report.other_runs().splitlines() if re.search("Slower|Fewer hits", line))
+    assert [
+        line for line in lines if not line.startswith(tuple(f"- `{file}.json`" for file in beside_itself))
+    ] == []
+
+
+def test_every_result_has_a_table_or_a_line() -> None:
+    files = [path.relative_to(report.RESULTS).as_posix() for path in report.RESULTS.glob("*/*.json")]
+    shown = [*(table.file for table in report.TABLES.values()), *OTHER_RUNS]
+    assert sorted(shown) == sorted(file for file in files if not file.startswith("earlier/"))
+    assert [file for file in OTHER_RUNS if f"- `{file}` (20" not in report.sources()] == []
+
+
+def test_a_result_that_is_not_whole_has_no_line(one_result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_result.write_text(json.dumps({**block_manager_result(1), "failed": {"vllm": "it died"}}))
+    monkeypatch.setattr(report, "OTHER_RUNS", {"cpu/some.json": Run("some", start_up)})
+    with pytest.raises(SystemExit, match=r"cpu/some.json: not every engine has run: vllm \(it died\)"):
+        report.other_runs()
+
+
+def test_a_peer_is_as_fast_as_in_any_result_with_a_table_or_without() -> None:
+    published, slower = report.published(), []
+    for path in report.RESULTS.glob("*/*.json"):
+        for work, median in peers.fastest([json.loads(path.read_text())]).items():
+            if (
+                work not in published
+                or peers.better(str(work[-1]), median, published[work]) != published[work]
+            ):
+                slower.append((path.name, work))
+    assert slower == []
+    in_tables = peers.fastest(report.read(table.file) for table in report.TABLES.values())
+    assert any(published[work] != median for work, median in in_tables.items()), "of results without a table"
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +411,7 @@ def nano_vllm_turns() -> str:
     case = next(case for case in medians(name) if case.startswith("nano-vllm"))
     of = {side: span(turns(name, case, side)) for side in ("rose", HOST, STOCK, "sglang")}
     return (
-        f"The first table's turns are {of['rose']} s without vLLM, {of[HOST]} s inside vLLM, {of[STOCK]} s for vLLM "
+        f"The turns are {of['rose']} s without vLLM, {of[HOST]} s inside vLLM, {of[STOCK]} s for vLLM "
         f"and {of['sglang']} s for SGLang."
     )
 
@@ -386,6 +430,26 @@ def first_tokens_of_turns(name: str, scale: float) -> str:
     return f"the median TTFT of single turns was {rose} ms with Rose and {alone} ms without"
 
 
+def light_load() -> str:
+    result = report.read("h200/vllm_trace.json")
+    sides = serving.points(result["rows"])["greedy", 0.028]
+    (rose_first, first), (rose, alone) = (
+        [milliseconds(sides[side][figure]) for side in (HOST, STOCK)]
+        for figure in ("p50_ttft_ms", "p50_e2el_ms")
+    )
+    return (
+        f"at {serving.requests_per_s(result, 0.028):.0f} requests a second of GPT-2, the median TTFT is {rose_first} "
+        f"ms, without Rose {first} ms, and the median answer takes {rose} ms, without Rose {alone} ms"
+    )
+
+
+def no_losses_in_other_runs(claim: str, *files: str) -> str:
+    starts = tuple(f"- `{file}.json` " for file in files)
+    lines = [line for line in report.other_runs().splitlines() if line.startswith(starts)]
+    assert len(lines) == len(files) and all("No losses in " in line for line in lines)
+    return claim
+
+
 def behind(name: str, scale: float | None = None) -> int:
     losses = report.read(name)["losses"]
     return sum(
@@ -399,13 +463,35 @@ def one_behind() -> str:
     return f"but for one median that is {loss['rose'] - loss['peers']:.1f} ms behind."
 
 
+OTHER_MODELS = (
+    *(f"h200/vllm_gpt2_start_{number}" for number in (1, 2, 3)),
+    *("h100/sglang_gpt2", "h200/vllm_llama", "h100/vllm_qwen3", "h100/vllm_gemma3", "h200/vllm_gpt_oss"),
+    *("h200/vllm_qwen3_vl", "h200/vllm_qwen3_5", "h200/vllm_experts_2_ranks", "h200/vllm_adapters_qwen3"),
+)
 CLAIMS = {
     "README.md": [at_a_glance, attention_alone, mend],
+    "docs/performance/index.md": [at_a_glance],
     "docs/performance/engines.md": [fast_run, drawn_and_greedy],
-    "docs/performance/inside_vllm.md": [experts, sglang_turns, nano_vllm_turns],
+    "docs/performance/inside_vllm.md": [
+        at_a_glance,
+        experts,
+        sglang_turns,
+        nano_vllm_turns,
+        lambda: no_losses_in_other_runs("has a line for each, with its losses; none has any:", *OTHER_MODELS),
+    ],
     "docs/performance/servers.md": [
         one_behind,
+        light_load,
         saturated,
+        lambda: no_losses_in_other_runs(
+            "Rose is behind in none of their figures.",
+            *(f"h200/vllm_{name}serving" for name in ("", "gemma3_", "gpt_oss_")),
+            *("h200/vllm_serving_4_api_servers", "h200/arrivals"),
+        ),
+        lambda: no_losses_in_other_runs(
+            "Rose is ahead in every figure at every load (`benchmarks/results/h200/vllm_trace_rust.json`",
+            "h200/vllm_trace_rust",
+        ),
         lambda: first_tokens_of_turns("h200/online_compare.json", 0.009),
         lambda: first_tokens_of_turns("h200/vllm_trace.json", 0.006),
         lambda: f"Rose is behind in {behind('h200/vllm_trace.json')} of the 48 figures",

@@ -126,12 +126,6 @@ def test_latencies_and_losses_at_the_same_load_are_shown() -> None:
     assert text.endswith(f"Slower in 2 of 12 comparisons:\n\n{lost}")
 
 
-def test_a_command_that_has_moved_is_shown_as_it_is_today() -> None:
-    result = report(ROWS, command="python -m benchmarks.arrivals --share 1")
-    today = "`python -m benchmarks.online_compare in-process --share 1` (at the time `benchmarks.arrivals`)."
-    assert today in offline_table(result)
-
-
 def test_a_ratio_is_to_the_fastest_run_of_a_peer_and_names_it() -> None:
     def run(device: str = "some GPU", release: str = "1", **medians: float) -> dict[str, Any]:
         rows = [row("decode, 1", side, median) for side, median in medians.items()]
