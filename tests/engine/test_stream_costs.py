@@ -91,7 +91,9 @@ class Server:
 
 
 def generation_of(server: Server, params: SamplingParams) -> Generation:
-    service = SimpleNamespace(engine=server, engine_request_ids=set(), metrics=None, hit_unit=16)
+    service = SimpleNamespace(
+        engine=server, engine_request_ids=set(), metrics=None, hit_unit=16, tracing=None
+    )
     service.metrics = ServerMetrics("tiny", block_size=16, num_blocks=1, max_model_len=200_000)
     processed = ProcessedInput(0, None, np.array(PROMPT, np.int32), params, b"", [])
     return Generation(cast(Service, service), RequestRecord("id", "/v1/completions"), [processed])

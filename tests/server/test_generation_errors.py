@@ -116,7 +116,9 @@ def test_each_completion_beside_an_error_is_counted_once(n: int, reasons: dict[s
             yield RequestOutput(request_id, None, [1], [failed], finished=n == 1)
 
     metrics = ServerMetrics(MODEL, block_size=16, num_blocks=1, max_model_len=100)
-    service = SimpleNamespace(engine=Engine(), engine_request_ids=set(), metrics=metrics, hit_unit=16)
+    service = SimpleNamespace(
+        engine=Engine(), engine_request_ids=set(), metrics=metrics, hit_unit=16, tracing=None
+    )
     record = RequestRecord("id", "/v1/completions")
     inputs: Any = [SimpleNamespace(params=SimpleNamespace(n=n))]
 

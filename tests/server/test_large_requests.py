@@ -209,7 +209,12 @@ class NoMetrics:
 
 def make_generation(engine: object, num_prompts: int, submission: asyncio.Lock) -> Generation:
     service: Any = SimpleNamespace(
-        engine=engine, metrics=NoMetrics(), engine_request_ids=set(), hit_unit=1, submission=submission
+        engine=engine,
+        metrics=NoMetrics(),
+        engine_request_ids=set(),
+        hit_unit=1,
+        submission=submission,
+        tracing=None,
     )
     inputs: Any = [SimpleNamespace(params=SimpleNamespace(n=1))] * num_prompts
     return Generation(service, RequestRecord("r", "/v1/completions"), inputs)
