@@ -71,6 +71,7 @@ def test_extras_are_installed() -> None:
         "vllm",
         "flashinfer",
         "serve",
+        "tracing",
         "conformance",
         "bench",
         "dev",

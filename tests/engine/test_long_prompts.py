@@ -197,10 +197,10 @@ def test_a_long_text_that_fits_is_taken(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=1)
     # The longest that any window takes, and one token more.
     assert len(processor.process(RUN * (WINDOW - 1), params).token_ids) == WINDOW - 1
-    with pytest.raises(RequestError, match=r"^prompt: got 20000 tokens, allowed are at most 19999 "):
+    with pytest.raises(RequestError, match=r"^prompt: got 20000 tokens, allowed are at most 19999: "):
         processor.process(RUN * WINDOW, params)
     # Shorter ones are refused with their number of tokens.
-    with pytest.raises(RequestError, match=r"^prompt: got 200000 tokens, allowed are at most 19999 "):
+    with pytest.raises(RequestError, match=r"^prompt: got 200000 tokens, allowed are at most 19999: "):
         processor.process("z" * 200_000, params)
 
 

@@ -18,6 +18,7 @@ from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.tokenizer import MAX_TOKENS_BEFORE, Tokenizer, TokenTexts, make_decoder
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
+from rose_backend.server.service import RequestRecord
 from tests.engine.test_one_text import Play
 from tests.engine.test_text_streams import kind_named, spelled, utf8
 from tests.support.random_tokenizers import KINDS, save
@@ -106,7 +107,8 @@ def answered(answer: Answer, output: RequestOutput, *, streams: bool) -> dict[st
         body = json.loads(event.removeprefix(b"data: "))
     else:
         list(answer.keep(0, output))
-        body = json.loads(b"".join(answer.body({})))
+        usage = RequestRecord("id", "/v1/completions").usage()
+        body = json.loads(b"".join(answer.body(usage)))
     logprobs: dict[str, Any] = body["choices"][0]["logprobs"]
     return logprobs
 
