@@ -511,7 +511,7 @@ class InputProcessor:
         if num_tokens > self.max_model_len - 1:
             raise RequestError(
                 f"prompt: got {num_tokens} tokens, allowed are at most {self.max_model_len - 1}: "
-                # Clients know this sentence of OpenAI's, and raise an error of its own for it.
+                # Clients recognize this phrase of OpenAI's, and raise a more specific error.
                 f"this model's maximum context length is {self.max_model_len} tokens, one of them to generate",
                 parameter="prompt",
             )

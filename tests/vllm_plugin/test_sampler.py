@@ -457,6 +457,12 @@ def test_samplers_replay_where_rose_may_draw_for_everybody(
     assert captured == [{"states": sampler.sampling_states, "sampler": sampler}]
     for options in (OFF, {"speculative_config": n_grams()}, {"custom_logits_processors": ["one"]}):
         assert "sample" not in vars(make_v2_sampler(**options)), options
+    with monkeypatch.context() as patch:
+        # Steps may then have no drafts.
+        patch.setattr(rose_sampler, "adapts_drafts", lambda config: True)
+        patch.setattr(rose_sampler, "why_vllm_draws", lambda config: None)
+        made = vars(make_v2_sampler(speculative_config=n_grams()))
+        assert isinstance(made["sample"], ReplayedSampling) and "apply_sampling_params" in made
     for name, answer in (
         ("why_vllm_draws", "float64 noise"),
         ("is_watermarked", True),
@@ -541,6 +547,24 @@ def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: Counts) -> None
     # A later step has not written to what an earlier one has returned.
     assert all(torch.equal(drawn, expected) for drawn, expected in earlier)
     assert counts.vllm == {}
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_seeds_are_vllms_where_steps_may_have_drafts(
+    samplers: Pair, counts: Counts, has_drafts: bool
+) -> None:
+    replaying, _ = samplers
+    sample_as_vllm, asked = replaying.sample._sample_as_vllm, list[Any]()
+    replaying.sample._has_drafts = has_drafts
+    replaying.sample._sample_as_vllm = lambda *args: (asked.append(args[3].tolist()), sample_as_vllm(*args))[
+        1
+    ]
+    replaying.add_request(0, SamplingParams(temperature=1.0))
+    replaying.add_request(1, SamplingParams(temperature=1.0, seed=4))
+    logits = torch.randn(1, VOCAB).to(replaying.device, LOGITS_DTYPE)
+    for slot in (0, 1):
+        replaying.step(logits, [slot], [5])
+    assert asked == ([[1]] if has_drafts else [])
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, SLOTS])

@@ -1237,6 +1237,35 @@ class HookedRunner:
         return int(hooked(self, **options))
 
 
+@pytest.mark.parametrize(
+    ("has_drafts", "is_adaptive", "kind"),
+    [(False, False, "StepGraphs"), (True, False, "DraftSteps"), (True, True, "AdaptiveSteps")],
+)
+def test_which_kinds_of_steps_are_captured(
+    monkeypatch: pytest.MonkeyPatch, has_drafts: bool, is_adaptive: bool, kind: str
+) -> None:
+    made: list[tuple[str, Any]] = []
+
+    class Steps:
+        def __init__(self, name: str, runner: Any) -> None:
+            self.name = name
+
+        def capture(self, stream: Any) -> None:
+            made.append((self.name, stream))
+
+    for name in ("StepGraphs", "DraftSteps", "AdaptiveSteps"):
+        monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
+    monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
+    monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
+    runner = SimpleNamespace(
+        speculative_config=object() if has_drafts else None,
+        vllm_config=None,
+        cudagraph_manager=SimpleNamespace(),
+    )
+    runner_hooks._capture_steps(runner, "stream")  # type: ignore[arg-type]
+    assert made == [(kind, "stream")]
+
+
 @pytest.mark.parametrize("reason", [None, "LoRA"])
 @pytest.mark.parametrize("is_on", [True, False])
 def test_graphs_are_captured_behind_vllms(

@@ -1,4 +1,4 @@
-"""Whether the next tokens are drafted: with all drafts that are asked for, or with none, whichever gives more tokens.
+"""Chooses whether a step has all drafts that are asked for or none, whichever gives more tokens per second.
 
 A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
 much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vllm.v1.request import Request, RequestStatus
 
 _STEPS_BETWEEN_LOOKS = 8
-"""Decisions are this many steps apart: the first steps after a change have the tokens of steps before it."""
+"""Steps between two decisions: outputs that arrive right after a change are of steps before it."""
 _MIN_TIMES, _MAX_TIMES = 4, 15
 """Times of steps that a median is taken of."""
 _TRIAL_STEPS, _MAX_COST = 10, 0.01
@@ -33,7 +33,7 @@ _MIN_GAIN = 1.02
 _NUM_OBSERVED = 32
 """Steps over which accepted drafts are averaged; older ones fade."""
 _MAX_TOKENS_LOOKED_AT = 8192
-"""Last tokens of a request that drafts are looked up in: about 0.4 ms of the CPU's time."""
+"""Last tokens of a request that drafts are looked up in, which takes the CPU 0.15 to 0.4 ms."""
 
 
 class _Trial(NamedTuple):
@@ -217,7 +217,7 @@ def look_up(tokens: NDArray[np.int64], num_drafts: int, min_n: int, max_n: int) 
     ``tokens`` end with. What is missing is the last token again.
     """
     num_tokens = start = len(tokens)
-    # Where n-grams end that are equal to the last one; each n leaves those of the n before that go on to the left.
+    # Where n-grams end that equal the last one. Those of n tokens are among those of n - 1.
     ends = 1 + np.flatnonzero(tokens[:-1] == tokens[-1])
     for n in range(1, max_n + 1):
         if n > 1:

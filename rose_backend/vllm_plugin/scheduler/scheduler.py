@@ -504,7 +504,6 @@ class BatchedScheduling(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens of a step; return the outputs by front end, first tokens of requests first."""
         fast_outputs = self._fast_outputs_of(scheduler_output)
-        self._note_accepted(scheduler_output, model_runner_output)
         loads = model_runner_output.kv_connector_output
         has_failed_loads = loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
         if has_failed_loads:
@@ -513,6 +512,7 @@ class BatchedScheduling(Scheduler):
         if fast_outputs is None or has_failed_loads or _concerns_more_than_tokens(model_runner_output):
             self._num_interventions += 1
             self._note_rejected(None)
+            self._note_accepted(scheduler_output, model_runner_output, [])
             results = super().update_from_output(scheduler_output, model_runner_output)
             _put_first_tokens_first(results)
             return results
@@ -524,6 +524,7 @@ class BatchedScheduling(Scheduler):
         )
         request_ids, outputs = appended.request_ids, appended.outputs
         self._note_rejected(appended.counts, fast_outputs, len(request_ids))
+        self._note_accepted(scheduler_output, model_runner_output, appended.counts or [])
         if len(request_ids) == len(scheduler_output.num_scheduled_tokens) and self._reports_stats_only():
             return self._report(outputs, model_runner_output)
         # vLLM's code does the rest: requests off the fast path, and what is reported once per step.
@@ -565,15 +566,23 @@ class BatchedScheduling(Scheduler):
             elif counts is not None:
                 batch.note_tokens(counts)
 
-    def _note_accepted(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Note how many drafts a step has accepted, or would have."""
+    def _note_accepted(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, counts: list[int]
+    ) -> None:
+        """Note how many drafts a step has accepted, or would have.
+
+        Args:
+            counts: tokens of the requests on the fast path. If these are not all, the output says it of all; vLLM's
+                code has not cut tokens off yet.
+        """
         depth, drafted = self._draft_depth, scheduler_output.scheduled_spec_decode_tokens
         if depth is None:
             return
         if drafted and output.sampled_token_ids:
-            index, sampled = output.req_id_to_index, output.sampled_token_ids
-            num_accepted = sum(max(len(sampled[index[request_id]]) - 1, 0) for request_id in drafted)
-            depth.note_accepted(num_accepted / len(drafted))
+            if len(counts) < len(drafted):
+                index, sampled = output.req_id_to_index, output.sampled_token_ids
+                counts = [max(len(sampled[index[request_id]]), 1) for request_id in drafted]
+            depth.note_accepted(sum(counts) / len(counts) - 1.0)
         elif self._shadow_drafts is not None and self._num_drafts == 0:
             num_right = self._shadow_drafts.look(self.running)
             if num_right is not None:

@@ -118,9 +118,7 @@ class DraftSteps(WholeSteps):
         desc = self._desc_of.get(len(request_ids))
         if desc is None:
             return "more requests than full graphs of decodes take"
-        slot_of = self._runner.req_states.req_id_to_index
-        slots = {request_id: slot_of[request_id] for request_id in request_ids}
-        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        slots, slot_array = self._slots_of(request_ids)
         if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
             return "prompts beside drafts"
         if (reason := self._why_vllm_samples(slot_array)) is not None:

@@ -172,9 +172,7 @@ class StepGraphs(WholeSteps):
         desc = (self._adapted_desc_of if adapters else self._desc_of).get(len(request_ids))
         if desc is None:
             return "more requests than full graphs of decodes take"
-        slot_of = self._runner.req_states.req_id_to_index
-        slots = {request_id: slot_of[request_id] for request_id in request_ids}
-        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        slots, slot_array = self._slots_of(request_ids)
         if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
             return None
         reason = self._adapters.why_vllm_loads(adapters) or self._why_vllm_samples(slot_array)
@@ -210,9 +208,7 @@ class StepGraphs(WholeSteps):
         self, request_ids: list[str], desc: Any, num_rows_of_end: int, step: MixedStep | None = None
     ) -> ReplayedBatch:
         """Return the batch of requests that the runner knows; ``step`` is what they compute, if it has prompts."""
-        slot_of = self._runner.req_states.req_id_to_index
-        slots = {request_id: slot_of[request_id] for request_id in request_ids}
-        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        slots, slot_array = self._slots_of(request_ids)
         draws = bool(self._temperatures[slot_array].any())
         is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
         if step is not None:

@@ -6,7 +6,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
@@ -165,6 +167,12 @@ class WholeSteps(ABC):
     @abstractmethod
     def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
         """Replay the end of a step, and make ``_pending`` its output, unless that has to wait."""
+
+    def _slots_of(self, request_ids: list[str]) -> tuple[dict[str, int], NDArray[np.int64]]:
+        """Return the slots of requests that the runner knows, by request id and as an array."""
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        return slots, np.fromiter(slots.values(), np.int64, len(slots))
 
     def _update_requests(self, output: SchedulerOutput) -> None:
         """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
