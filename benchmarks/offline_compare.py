@@ -64,7 +64,9 @@ from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
 from benchmarks.support.workload import MODES, NANO_VLLM_MODE, SAMPLING, NanoVllmRequests, RandomRequests
 
-SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs", "step_graph", DRAFTS)
+SWITCHES_INSIDE_VLLM = (
+    *("block_manager", "batched_scheduling", "mixed_graphs", "step_graph", "quantized_layers", DRAFTS),
+)
 SWITCHES = (
     "fused_mlp",
     "fused_sampler",

@@ -35,6 +35,7 @@ GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 QWEN3_VL_4B, QWEN35_4B = "qwen3-vl-4b", "qwen3.5-4b"
 LLAMA_8B_FP8, QWEN3_8B_FP8, QWEN3_30B_FP8 = "llama-8b-fp8", "qwen3-8b-fp8", "qwen3-30b-a3b-fp8"
 LLAMA_8B_INT4, LLAMA_8B_AWQ = "llama-8b-int4", "llama-8b-awq"
+QWEN3_14B_AWQ, QWEN3_32B_AWQ = "qwen3-14b-awq", "qwen3-32b-awq"
 QWEN3_30B_12_LAYERS = "qwen3-30b-a3b-12-layers"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
@@ -52,6 +53,8 @@ SHAPES = {
     QWEN3_30B_FP8: "Qwen3 30B-A3B in float8, a scale for each block",
     LLAMA_8B_INT4: "Llama 8B in int4, a scale for 128 columns",
     LLAMA_8B_AWQ: "Llama 8B in int4 by AWQ, a scale and a zero for 128 columns",
+    QWEN3_14B_AWQ: "Qwen3 14B in int4 by AWQ, a scale and a zero for 128 columns",
+    QWEN3_32B_AWQ: "Qwen3 32B in int4 by AWQ, a scale and a zero for 128 columns",
 }
 """What a random checkpoint can look like, and what people call it."""
 
@@ -61,6 +64,8 @@ QUANTIZED_FORMATS = {
     QWEN3_30B_FP8: "fp8 blocks",
     LLAMA_8B_INT4: "pack-quantized 128",
     LLAMA_8B_AWQ: "awq 128 zeros",
+    QWEN3_14B_AWQ: "awq 128 zeros",
+    QWEN3_32B_AWQ: "awq 128 zeros",
 }
 """As they are published: by Red Hat, and by Qwen."""
 
@@ -185,6 +190,8 @@ def config_of(shape: str, *, small: bool = False) -> PreTrainedConfig:
         QWEN3_30B_FP8: qwen3_moe_config,
         LLAMA_8B_INT4: llama_8b_config,
         LLAMA_8B_AWQ: llama_8b_config,
+        QWEN3_14B_AWQ: partial(qwen3_large_config, num_layers=40, num_heads=40, intermediate_size=17_408),
+        QWEN3_32B_AWQ: partial(qwen3_large_config, num_layers=64, num_heads=64, intermediate_size=25_600),
     }
     return make_configs[shape](small=small)
 
@@ -268,6 +275,22 @@ def qwen3_8b_config(*, small: bool = False) -> Qwen3Config:
         config.hidden_size, config.intermediate_size, config.num_hidden_layers = 4096, 12_288, 36
         config.num_attention_heads, config.tie_word_embeddings = 32, False
         config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return config
+
+
+def qwen3_large_config(
+    *, small: bool = False, num_layers: int, num_heads: int, intermediate_size: int
+) -> Qwen3Config:
+    """Return Qwen3 14B's or 32B's layers and vocabulary, with a window of 4,096 tokens."""
+    config = qwen3_8b_config(small=small)
+    if not small:
+        config.hidden_size, config.intermediate_size, config.num_hidden_layers = (
+            5120,
+            intermediate_size,
+            num_layers,
+        )
+        config.num_attention_heads = num_heads
+        config.layer_types = ["full_attention"] * num_layers
     return config
 
 
