@@ -292,12 +292,11 @@ def replays_steps(vllm_config: VllmConfig) -> bool:
 def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
     """Return what in its configuration keeps this engine from replaying steps whole; None if nothing does."""
     model_config, mode = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
-    speculative = vllm_config.speculative_config
     reasons = {
         "no full CUDA graphs": mode is None or mode.decode_mode() != CUDAGraphMode.FULL,
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "model runner V1": not vllm_config.use_v2_model_runner,
-        "drafts other than n-grams": speculative is not None and speculative.method not in NGRAM_METHODS,
+        OTHER_DRAFTER: has_other_drafter(vllm_config),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     return (

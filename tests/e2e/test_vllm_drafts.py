@@ -242,7 +242,12 @@ def draft_behind_heads(monkeypatch: pytest.MonkeyPatch, llm: Any, texts: Texts, 
         drafts = PROPOSE_V2(self, *args, **options)
         return drafts if options.get("dummy_run") else drafter.put_on_device(drafts, states, args[0])
 
+    def sample(self: DraftSteps, batch: Any, output: Any) -> None:
+        SAMPLE(self, batch, output)
+        drafter.write_behind(states, [*batch.slots.values()])
+
     monkeypatch.setattr(EagleSpeculator, "propose", propose)
+    monkeypatch.setattr(DraftSteps, "_sample", sample)
 
 
 @on_cpu
@@ -636,7 +641,9 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
         texts = texts_of(prompts, complete(llm, prompts))
     # Not 0: on a GPU vLLM's norms write over the embeddings that it gives to a head, unless they are compiled.
     options |= eagle3(3, path, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
-    vllms = {"fused_mlp": False, "fused_add_layernorm": False, "fused_kv_append": False}
+    # Replayed steps do not call what is recorded.
+    of_both = {"step_graph": False}
+    vllms = {"fused_mlp": False, "fused_add_layernorm": False, "fused_kv_append": False, **of_both}
     with pytest.MonkeyPatch.context() as patch:
         # Each of the head's steps is described by the host.
         patch.setattr(RoseAttentionMetadataBuilder, "supports_draft_decode_metadata_update", False)
@@ -644,7 +651,7 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
             assert not isinstance(runner_of(llm).model, decoder.RoseDecoder)
             expected, wanted_drafts = record_heads(monkeypatch, llm, texts)
             complete(llm, prompts)
-    with make_engine(**options, enforce_eager=is_eager) as llm:
+    with make_engine(**options, enforce_eager=is_eager, additional_config={"rose": of_both}) as llm:
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
         assert runner_of(llm).speculator.supports_decode_metadata_update
         got, drafts = record_heads(monkeypatch, llm, texts)

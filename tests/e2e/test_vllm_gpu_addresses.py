@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.graph_pointers import capture_kept, find_strangers
 from tests.support.quantized_checkpoints import GPU_SIZES, write_pair
 from tests.support.random_checkpoints import (
@@ -197,6 +198,36 @@ def test_graphs_of_multimodal_models_hold_nothing_else(
         for prefix in ("model_state.rope_state", "model_state.encoder_runner"):
             _, _, strangers = ask(find_strangers, (prefix,))
             assert any("of nobody" in line for line in strangers), (prefix, strangers)
+
+
+def move_head(worker: Any) -> None:
+    """Do what ``move`` does with the weights of a head."""
+    for parameter in worker.model_runner.speculator.model.parameters():
+        kept, parameter.data = parameter.data, parameter.data.clone()
+        kept.fill_(float("nan") if kept.is_floating_point() else -1)
+    worker.model_runner.reset_lora_state()
+
+
+def test_graphs_of_heads_hold_nothing_else_and_are_captured_again(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    path = write_random_qwen3(tmp_path)
+    drafter = write_eagle3_drafter(path, 3, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    # Whatever they are, most drafts are accepted.
+    drafter |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    options = {**OPTIONS, "runner": "V2", "speculative_config": drafter, "dtype": "float16"}
+    with make_engine(model=str(path), **options) as llm:
+        ask, answers = asks(llm), said(llm)
+        ask(capture_kept)
+        before = ask(count_replayed)
+        assert said(llm) == answers and ask(count_replayed) > before
+        assert_no_strangers(ask)
+        _, _, strangers = ask(find_strangers, ("speculator.",))
+        assert any("of nobody" in line for line in strangers), strangers
+        captured, before = ask(which_capture), ask(count_replayed)
+        ask(move_head)
+        assert said(llm) == answers
+        assert ask(which_capture) != captured and ask(count_replayed) > before
 
 
 @pytest.mark.usefixtures("own_process")

@@ -34,7 +34,9 @@ from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.gpu_matrix.drafters import write_with_eagle_head
 from tests.support import random_checkpoints
+from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
 from tests.support.patience import HANG_S
 from tests.support.random_checkpoints import (
@@ -87,6 +89,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "Granite 4 H": write_random_granite_hybrid,
     "Qwen2.5-VL": write_random_qwen2_5_vl,
     "Qwen3-VL": write_random_qwen3_vl,
+    "EAGLE": write_with_eagle_head,
 }
 VLLMS_LAYERS = {"fused_mlp": False, "fused_add_layernorm": False}
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
@@ -125,6 +128,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 """Checkpoint and options by name."""
+WITH_HEAD = {"EAGLE": ("EAGLE", MODELS["Llama"][1])}
+"""A model that has a head of the first kind beside it, which is often right."""
 NUM_GROUPS = {"gpt-oss": 2, "Gemma 3": 4}
 """KV cache groups: one of layers without a window, the others of layers with one. Models that are not here have one."""
 NUM_STATE_GROUPS = {**dict.fromkeys(DELTA_NETS, 3), "LFM2": 2, "Granite 4 H": 3}
@@ -173,10 +178,19 @@ def make_replaying(make_engine: MakeEngine, tiny_model_path: Path, tmp_path: Pat
     """Return a function that starts an engine of one of ``MODELS``, with graphs and, by default, in half precision."""
 
     def start(model: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
-        kind, graphs = MODELS[model]
+        kind, graphs = (MODELS | WITH_HEAD)[model]
         if model == "Qwen3.5":
             pytest.importorskip("torchvision")
         path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
+        drafter = options.get("speculative_config", {})
+        if drafter.get("method") == "eagle3":
+            # Not 0: vLLM's norms write over the embeddings that it gives to a head, unless they are compiled.
+            head = write_eagle3_drafter(
+                path, drafter["num_speculative_tokens"], eagle_aux_hidden_state_layer_ids=[1, 2, 4]
+            )
+            options["speculative_config"] = head | drafter
+        elif drafter.get("method") == "eagle":
+            options["speculative_config"] = {"model": str(path / "draft"), **drafter}
         of_all = {"dtype": half_dtype(model), "max_num_seqs": 48, "enforce_eager": False, **GPU_MEMORY}
         return make_engine(model=str(path), **of_all | graphs | options)
 
@@ -342,6 +356,18 @@ def n_grams(num_drafts: int, is_adaptive: bool = False, **options: Any) -> dict[
     }
 
 
+def synthetic(num_drafts: int) -> dict[str, Any]:
+    """Return options by which three of four drafts are accepted, and so become part of a text."""
+    length = 0.75 * num_drafts + 1
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+
+
+def of_head(num_drafts: int, method: str = "eagle3", **options: Any) -> dict[str, Any]:
+    """Return what ``n_grams`` does of an EAGLE head, which ``make_replaying`` writes beside its model."""
+    drafter = {"method": method, "num_speculative_tokens": num_drafts, **options}
+    return n_grams(num_drafts) | {"speculative_config": drafter}
+
+
 def params_beside_drafts(num_requests: int, *, is_plain: bool) -> list[SamplingParams]:
     """Greedy and drawn requests with many ends; unless ``is_plain``, some whose steps are vLLM's."""
     kinds: list[dict[str, Any]] = [
@@ -373,11 +399,17 @@ def params_beside_drafts(num_requests: int, *, is_plain: bool) -> list[SamplingP
 def test_steps_with_drafts_say_the_same_to_the_bit(
     make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, dtype: str, num_drafts: int
 ) -> None:
+    options = {} if dtype == "half" else {"dtype": dtype}
+    say_the_same_to_the_bit(make_replaying, replay_when, model, options | n_grams(num_drafts))
+
+
+def say_the_same_to_the_bit(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, options: dict[str, Any]
+) -> None:
     prompts = parity_prompts(VOCAB_SIZE)[:60]
-    options: dict[str, Any] = {} if dtype == "half" else {"dtype": dtype}
     STEPS.vllm.clear()
     # Few blocks: requests are preempted and come back.
-    options |= {"num_gpu_blocks_override": scaled_blocks(model, 500), **n_grams(num_drafts)}
+    options = {"num_gpu_blocks_override": scaled_blocks(model, 500), **options}
     with make_replaying(model, **options) as llm:
         for is_plain in (True, False):
             params = params_beside_drafts(len(prompts), is_plain=is_plain)
@@ -398,6 +430,37 @@ def test_steps_with_drafts_say_the_same_to_the_bit(
         manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "num_drafts", "method"),
+    [
+        ("Qwen3", "half", 1, "eagle3"),
+        ("Qwen3", "half", 3, "eagle3"),
+        ("Qwen3", "float32", 3, "eagle3"),
+        ("Llama", "half", 7, "eagle3"),
+        ("Qwen3 with vLLM's layers", "half", 3, "eagle3"),
+        ("EAGLE", "half", 3, "eagle"),
+    ],
+)
+def test_steps_with_drafts_of_a_head_say_the_same_to_the_bit(
+    make_replaying: MakeReplaying,
+    replay_when: ReplayWhen,
+    model: str,
+    dtype: str,
+    num_drafts: int,
+    method: str,
+) -> None:
+    """Also where most drafts are accepted whatever they are, so that texts are the head's."""
+    options = {} if dtype == "half" else {"dtype": dtype}
+    drafts = of_head(num_drafts, method, **synthetic(num_drafts))
+    say_the_same_to_the_bit(make_replaying, replay_when, model, options | drafts)
+
+
+def test_drafts_of_a_head_are_accepted_as_vllm_does(
+    make_replaying: MakeReplaying, replay_when: ReplayWhen
+) -> None:
+    say_the_same_to_the_bit(make_replaying, replay_when, "EAGLE", of_head(3, "eagle"))
 
 
 def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
@@ -467,21 +530,24 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
 
 def test_drafts_that_never_pay_are_left_out(make_replaying: MakeReplaying) -> None:
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 100][:32]
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.0}
+    never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.0}
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    with make_replaying("Qwen3", **n_grams(7, is_adaptive=True, **synthetic)) as llm:
+    with make_replaying("Qwen3", **n_grams(7, is_adaptive=True, **never)) as llm:
         generate(llm, prompts, params)
         drafted, _ = draft_counts(llm)
         # Until the two have been compared.
         assert 0 < drafted < 0.3 * 7 * 300 * len(prompts)
 
 
+@pytest.mark.parametrize("drafts", [n_grams, of_head], ids=["n-grams", "EAGLE-3"])
 @pytest.mark.parametrize("is_async", [True, False])
-def test_most_steps_with_drafts_are_replayed(make_replaying: MakeReplaying, is_async: bool) -> None:
+def test_most_steps_with_drafts_are_replayed(
+    make_replaying: MakeReplaying, is_async: bool, drafts: Callable[..., dict[str, Any]]
+) -> None:
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 100][:32]
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     options = {} if is_async else {"async_scheduling": False}
-    with make_replaying("Qwen3", **n_grams(3), **options) as llm:
+    with make_replaying("Qwen3", **drafts(3), **options) as llm:
         config = llm.llm_engine.vllm_config
         assert config.scheduler_config.async_scheduling == is_async
         STEPS.vllm.clear()
@@ -500,9 +566,8 @@ def test_synthetic_acceptance_is_vllms(
         SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=120, ignore_eos=True)
         for index in range(len(prompts))
     ]
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 0.75 * num_drafts + 1}
     answers, accepted = [], []
-    with make_replaying("Qwen3", **n_grams(num_drafts, **synthetic)) as llm:
+    with make_replaying("Qwen3", **n_grams(num_drafts, **synthetic(num_drafts))) as llm:
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
@@ -517,9 +582,20 @@ def test_synthetic_acceptance_is_vllms(
     assert 0.65 < accepted[0] < 0.85
 
 
-@pytest.mark.parametrize("model", ["Qwen3", "GPT-2"])
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [
+        *(("Qwen3", n_grams(3)), ("GPT-2", n_grams(3))),
+        ("Qwen3", of_head(3, **synthetic(3))),
+    ],
+    ids=["Qwen3", "GPT-2", "EAGLE-3"],
+)
 def test_requests_with_drafts_come_and_go(
-    make_replaying: MakeReplaying, replay_when: ReplayWhen, monkeypatch: pytest.MonkeyPatch, model: str
+    make_replaying: MakeReplaying,
+    replay_when: ReplayWhen,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    drafts: dict[str, Any],
 ) -> None:
     """And are aborted, beside prompts that are computed in chunks."""
     monkeypatch.setattr(
@@ -531,7 +607,7 @@ def test_requests_with_drafts_come_and_go(
     answers = []
     STEPS.vllm.clear()
     options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 400}
-    with make_replaying(model, **options, **n_grams(3)) as llm:
+    with make_replaying(model, **options, **drafts) as llm:
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()

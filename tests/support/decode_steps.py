@@ -368,7 +368,9 @@ def check_mixed_begin(before: MixedCase, after: MixedCase) -> None:
                 group.slot_mapping[token] = block * group.block_size + position % group.block_size
         for group in groups:
             if is_real:
-                num_blocks = (computed + end - start - 1) // group.block_size + 1
+                # Behind the step's own tokens a drafter may go on.
+                last_column = (computed + end - start + most - 2) // group.block_size
+                num_blocks = min(last_column + 1, group.state_table.shape[1])
                 group.block_table[row, :num_blocks] = group.state_table[slot, :num_blocks]
             else:
                 group.block_table[row] = 0

@@ -19,6 +19,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import set_current_vllm_config
 
 from rose_backend.vllm_plugin.step_graph.addresses import Range, addresses_of
+from rose_backend.vllm_plugin.step_graph.runner_hooks import managers_of
 
 MAX_NAME = 100
 UNSET_BEYOND = 64
@@ -53,18 +54,24 @@ def capture_kept(worker: Any) -> None:
     """Capture all graphs of a worker again, so that ``find_strangers`` can look at them."""
     runner = worker.model_runner
     CUDAGraphWrapper.clear_all_graphs()
-    runner.cudagraph_manager.release_graphs()
+    for manager in managers_of(runner):
+        manager.release_graphs()
     torch.cuda.synchronize()
     with patch.object(torch.cuda, "CUDAGraph", KeptGraph), set_current_vllm_config(runner.vllm_config):
         runner.capture_model()
 
 
 def graphs_of(runner: Any) -> dict[str, torch.cuda.CUDAGraph]:
-    """Return all graphs that are replayed in whole steps, vLLM's of the layers and Rose's around them."""
-    manager = runner.cudagraph_manager
-    steps = manager.rose_step_graphs
-    found = {f"layers, {desc.num_tokens} tokens": graph for desc, graph in manager.graphs.items()}
-    for kind, captured in (("begin", steps._begins), ("end", steps._ends)):
+    """Return all graphs that are replayed in whole steps, vLLM's of the layers, of a head's, and Rose's around them."""
+    layers, *of_head = managers_of(runner)
+    steps = layers.rose_step_graphs
+    found = {f"layers, {desc.num_tokens} tokens": graph for desc, graph in layers.graphs.items()}
+    around = [("begin", steps._begins), ("end", steps._ends)]
+    for index, manager in enumerate(of_head):
+        found |= {f"head {index}, {desc.num_tokens} tokens": graph for desc, graph in manager.graphs.items()}
+    if of_head:
+        around += [("later passes", steps._begins_of_later_passes), ("passes", steps._ends_of_passes)]
+    for kind, captured in around:
         for size, parts in captured._graphs.items():
             found |= {f"{kind} {size}, part {part}": graph for part, graph in enumerate(parts)}
     return found

@@ -75,7 +75,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker import gpu_model_runner, gpu_worker
-from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, dp_utils, lora_utils, model_runner
+from vllm.v1.worker.gpu import attn_utils, block_table, cudagraph_utils, dp_utils, lora_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.kv_connector import KVConnector
@@ -95,9 +95,12 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
 from vllm.v1.worker.gpu.spec_decode import init_speculator
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as ar
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -802,6 +805,40 @@ def test_drafts_are_verified_and_proposed_as_replayed_steps_do_it() -> None:
         assert f"self.{name} = " in inspect.getsource(owner.__init__)
     told = inspect.getsource(DraftTokensHandler.set_draft_tokens)
     assert {*re.findall(r"input_batch\.(\w+)", told)} == {"req_ids", "has_structured_output_reqs"}
+
+
+def test_heads_propose_as_replayed_steps_do_it() -> None:
+    """See ``step_graph/head_steps.py``."""
+    # Nothing is done before and after passes, as other heads do.
+    assert {name for name in vars(EagleSpeculator) if not name.startswith("_")} == {"load_draft_model"}
+    propose = inspect.getsource(ar.TargetDependentARSpeculator.propose)
+    order = (
+        *(
+            "self.model.combine_hidden_states(",
+            "torch.cat(aux_hidden_states, dim=-1)",
+            "hidden_states = last",
+        ),
+        *("self._copy_request_inputs(", "prepare_prefill_inputs(", "].copy_(hidden_states)"),
+        *("self.prefill_cudagraph_manager,", "run_fullgraph(prefill_batch_desc)"),
+        *("prepare_decode_inputs(", "self.draft_tokens[:num_reqs, 0],"),
+        *("self.decode_cudagraph_manager,", "specialize_spec_tokens(", "self._fused_multi_step_decode"),
+    )
+    places = [propose.index(part) for part in order]
+    assert places == sorted(places)
+    inspect.signature(ar.prepare_prefill_inputs).bind(*range(9))
+    inspect.signature(ar.prepare_decode_inputs).bind(*range(7), advance_draft_positions=True)
+    read = inspect.getsource(ar.prepare_prefill_inputs)
+    assert {*re.findall(r"input_batch\.(\w+)", read)} == {
+        *("num_reqs", "input_ids", "positions", "idx_mapping", "query_start_loc", "seq_lens")
+    }
+    # All that a head without draft logits reads of requests.
+    sample = inspect.getsource(DraftModelSpeculator.sample_draft)
+    assert sample.index("if draft_logits is not None") < sample.index("temperature,\n                seeds")
+    # Rows that are no request's are none of the head's.
+    assert "is_real_req = req_state_idx >= 0" in inspect.getsource(block_table)
+    assert "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens" in inspect.getsource(
+        model_runner.GPUModelRunner.sample_tokens
+    )
 
 
 def test_configuration_names_what_speculation_needs() -> None:

@@ -32,11 +32,13 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, UvaBufferPool
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
@@ -830,6 +832,8 @@ MOVABLE = {
     "cudagraph_manager.rose_step_graphs._row_inputs._bytes": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._masks._bitmask": StaleGraphs.ROSES,
     "cudagraph_manager.rose_step_graphs._record.words": StaleGraphs.ROSES,
+    "speculator.model.weight": StaleGraphs.ALL,
+    "speculator.draft_tokens": StaleGraphs.ALL,
 }
 """What graphs hold, one of each kind, and which graphs hold it."""
 
@@ -857,6 +861,11 @@ class CapturedRunner(SamplingRunner):
         self.model.language_model = SimpleNamespace(lm_head=torch.nn.Linear(1, 1))
         self.events: list[Any] = []
         self.model.layer, self.model.take_moved_weights = Layer(), lambda: self.events.append("taken")
+        of_head = object.__new__(CudaGraphManager)
+        of_head.release_graphs = lambda: self.events.append("released the head's")  # type: ignore[method-assign]
+        self.speculator = SimpleNamespace(
+            model=Layer(), draft_tokens=torch.zeros(3), prefill_cudagraph_manager=of_head
+        )
         monkeypatch.setattr(StepGraphs, "capture", self._note_capture)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         monkeypatch.setattr(runner_hooks, "set_current_vllm_config", lambda _: nullcontext())
@@ -1070,7 +1079,7 @@ def test_graphs_are_captured_again_once_where_something_has_moved(
     captured: dict[StaleGraphs, list[Any]] = {
         StaleGraphs.NONE: [],
         StaleGraphs.ROSES: [("Rose's", "stream")],
-        StaleGraphs.ALL: ["taken", "released", "vLLM's", ("Rose's", "another stream")],
+        StaleGraphs.ALL: ["taken", "released", "released the head's", "vLLM's", ("Rose's", "another stream")],
     }
     assert runner.events[2:] == captured[stale]
     # One comparison, and a new list where graphs are new.
@@ -1238,11 +1247,16 @@ class HookedRunner:
 
 
 @pytest.mark.parametrize(
-    ("has_drafts", "is_adaptive", "kind"),
-    [(False, False, "StepGraphs"), (True, False, "DraftSteps"), (True, True, "AdaptiveSteps")],
+    ("drafter", "is_adaptive", "kind"),
+    [
+        (None, False, "StepGraphs"),
+        (NgramGPUSpeculator, False, "DraftSteps"),
+        (NgramGPUSpeculator, True, "AdaptiveSteps"),
+        (EagleSpeculator, False, "HeadSteps"),
+    ],
 )
 def test_which_kinds_of_steps_are_captured(
-    monkeypatch: pytest.MonkeyPatch, has_drafts: bool, is_adaptive: bool, kind: str
+    monkeypatch: pytest.MonkeyPatch, drafter: type[Any] | None, is_adaptive: bool, kind: str
 ) -> None:
     made: list[tuple[str, Any]] = []
 
@@ -1253,12 +1267,13 @@ def test_which_kinds_of_steps_are_captured(
         def capture(self, stream: Any) -> None:
             made.append((self.name, stream))
 
-    for name in ("StepGraphs", "DraftSteps", "AdaptiveSteps"):
+    for name in ("StepGraphs", "DraftSteps", "AdaptiveSteps", "HeadSteps"):
         monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
     monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
     monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
     runner = SimpleNamespace(
-        speculative_config=object() if has_drafts else None,
+        speculative_config=None if drafter is None else object(),
+        speculator=None if drafter is None else object.__new__(drafter),
         vllm_config=None,
         cudagraph_manager=SimpleNamespace(),
     )
@@ -1586,7 +1601,7 @@ def set_drafts(runner: Any) -> None:
         ("speculative_config.rejection_sample_method", "fly", "another rejection sampler"),
         ("rejection_sampler.watermark_key", 5, "another rejection sampler"),
         ("rejection_sampler", object(), "another rejection sampler"),
-        ("speculator", object(), "drafts other than n-grams"),
+        ("speculator", object(), "a drafter with a model other than an EAGLE head"),
         ("decode_query_len", 9, "more drafts than decode attention takes"),
         ("adaptive_verification", object(), "adaptive verification"),
         ("dp_size", 2, "drafts with data parallelism"),
@@ -1601,6 +1616,26 @@ def test_n_gram_drafts_are_served(path: str, value: Any, reason: str | None) -> 
     *owners, name = path.split(".")
     setattr(functools.reduce(getattr, owners, runner), name, value)
     assert why_engine_is_not_replayed(runner) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_speculative_steps", 7, None),
+        ("draft_logits", torch.zeros(1), "probabilistic drafts"),
+        ("supports_decode_metadata_update", False, "a graph for each pass of a head"),
+    ],
+)
+def test_drafts_of_eagle_heads_are_served(name: str, value: Any, reason: str | None) -> None:
+    runner = make_runner([make_group(FULL)])
+    set_drafts(runner)
+    head = runner.speculator = object.__new__(EagleSpeculator)
+    head.num_speculative_steps, head.draft_logits, head.supports_decode_metadata_update = 3, None, True
+    setattr(head, name, value)
+    assert why_engine_is_not_replayed(runner) == reason
+    # With one draft there are no later passes.
+    head.num_speculative_steps = 1
+    assert why_engine_is_not_replayed(runner) == (reason if name == "draft_logits" else None)
 
 
 def test_drafts_beside_states_are_vllms() -> None:

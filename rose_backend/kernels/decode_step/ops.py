@@ -131,7 +131,8 @@ def begin_mixed_step(
     """Write the inputs of a step with several tokens in a row: parts of prompts, or a last token and drafts after it.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
-    there. Block tables are written as by ``begin_decode_step``. Groups with states are not served.
+    there. Block tables are written as by ``begin_decode_step``, with drafts as many tokens further: a drafter with K/V
+    goes on behind the step's own. Groups with states are not served.
 
     Args:
         state: with drafts, a row that is no prompt has up to all of its slot's after its last token.
@@ -174,7 +175,7 @@ def begin_mixed_step(
     inputs.positions[:num_real] = positions
     inputs.is_padding[:num_tokens] = torch.arange(num_tokens) >= num_real
     for group in _without_states(groups):
-        last_column = (computed + counts - 1).clamp(min=0) // group.block_size
+        last_column = (computed + counts + num_drafts - 1).clamp(min=0) // group.block_size
         is_read = torch.arange(group.state_table.shape[1]) <= last_column[:, None]
         keep = group.block_table[:num_rows]
         keep.copy_(torch.where(is_real[:, None], torch.where(is_read, group.state_table[known], keep), 0))

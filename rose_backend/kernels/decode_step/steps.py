@@ -289,7 +289,8 @@ def _begin_mixed_kernel(
             tl.store(prompt_computed_ptr + row, tl.where(is_real & ~is_decode, computed, -1))
             if row == 0:
                 tl.store(query_start_ptr, 0)
-        num_columns = tl.where(is_real, (computed + count - 1) // block_size + 1, width)
+        last_column = (computed + count + num_drafts - 1) // block_size
+        num_columns = tl.where(is_real, tl.minimum(last_column + 1, width), width)
         _copy_blocks(source, table_ptr + row.to(tl.int64) * table_stride, num_columns, is_real, TABLE_TILE)
 
 

@@ -39,10 +39,9 @@ _HELD_BY_ROSE_ALONE = (
     "req_states.",
     "sampler.",
     "rejection_sampler.",
-    "speculator.",
     "Rose's workspace.",
 )
-"""vLLM's graphs are of the layers, from the input buffers to the hidden states."""
+"""vLLM's graphs are of the layers, from the input buffers to the hidden states, and of a drafter."""
 _NOT_HELD = (UvaBackedTensor, UvaBufferPool)
 """Their tensors take turns, from step to step."""
 _OF_ONE_STEP = ("mamba_aligned_state_indices",)

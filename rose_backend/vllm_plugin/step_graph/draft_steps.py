@@ -1,10 +1,11 @@
-"""Steps of decodes with n-gram drafts as three replays: a prologue, vLLM's own graph of the layers, and an end.
+"""Steps of decodes with drafts as replays: a prologue, vLLM's own graph of the layers, an end, and the drafter's.
 
 Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end has
 the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token after
-them; it moves the state on, and lets vLLM's lookup propose the next drafts, which stay where the next prologue finds
-them. So the device knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and
-learns of the others when it reads the tokens. All state is vLLM's, and complete after every step.
+them; it moves the state on. Then vLLM's own drafter proposes the next drafts, which stay where the next prologue finds
+them: a lookup of n-grams in the end itself, an EAGLE head in replays of its own (``head_steps.py``). So the device
+knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and learns of the
+others when it reads the tokens. All state is vLLM's, and complete after every step.
 
 vLLM's kernels are captured as they are. What they need of each request (temperature, seed) takes turns in vLLM's
 memory, so it is copied to fixed addresses when the batch changes.
@@ -51,10 +52,10 @@ def max_num_logits(runner: Any) -> int:
 
 
 class DraftSteps(WholeSteps):
-    """Steps in which every request decodes, with as many drafts as are asked for.
+    """Steps in which every request decodes, with as many drafts as are asked for; they are n-grams.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2) with n-gram drafts, its graphs captured, without
+        runner: vLLM's ``GPUModelRunner`` (V2) with drafts, its graphs captured, without
             ``why_engine_is_not_replayed``.
     """
 
@@ -65,15 +66,7 @@ class DraftSteps(WholeSteps):
         self._drafts = runner.req_states.draft_tokens
         self._state = replace(self._state, draft_tokens=self._drafts)
         self._parameters = RequestParameters(sampling_arrays(self._sampler.sampling_states), device)
-        self._row_inputs = FixedInputs(
-            {
-                "slots": (np.int64, (most,)),
-                # Rows of padding propose for the first request, too, and get the same drafts.
-                "drafted_slots": (np.int64, (most,)),
-                "query_start_loc": (np.int32, (most + 1,)),
-            },
-            device,
-        )
+        self._row_inputs = FixedInputs(self._fields_of_rows(), device)
         self._upload_rows(np.zeros(0, np.int64))
         given, none = self._row_inputs.tensors, torch.zeros(most, dtype=torch.int32, device=device)
         self._rows = MixedRows(given["slots"], given["query_start_loc"], is_prompt=none, is_due=none)
@@ -164,9 +157,22 @@ class DraftSteps(WholeSteps):
         }
         return first_reason(reasons)
 
+    def _fields_of_rows(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        most = self._max_num_rows
+        return {
+            "slots": (np.int64, (most,)),
+            # Rows of padding propose for the first request, too, and get the same drafts.
+            "drafted_slots": (np.int64, (most,)),
+            "query_start_loc": (np.int32, (most + 1,)),
+        }
+
     def _upload_rows(self, slots: NDArray[np.int64]) -> None:
         """Copy to the device which requests the rows have; those after these are padding."""
         on_cpu, record = self._row_inputs.begin()
+        self._describe_rows(record, slots)
+        self._row_inputs.send(on_cpu)
+
+    def _describe_rows(self, record: np.void, slots: NDArray[np.int64]) -> None:
         num_rows = len(slots)
         for name, padding in (("slots", NO_SLOT), ("drafted_slots", slots[0] if num_rows else 0)):
             record[name][:num_rows] = slots
@@ -174,11 +180,11 @@ class DraftSteps(WholeSteps):
         starts = record["query_start_loc"]
         np.minimum(np.arange(len(starts)), num_rows, out=starts)
         starts *= self._query_len
-        self._row_inputs.send(on_cpu)
 
     def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
         self._ends.run((batch.end, batch.num_rows_of_end))
         self._pending = self._buffers.copy(batch, self._tokens, num_sampled=self._num_sampled)
+        self._replay_drafter(batch)
         # Without asynchronous scheduling vLLM asks for drafts after each step. Their number is all it is told.
         self._runner.draft_tokens_handler.set_draft_tokens(
             SimpleNamespace(req_ids=batch.request_ids, has_structured_output_reqs=False), self._drafts
@@ -192,7 +198,7 @@ class DraftSteps(WholeSteps):
         self._begin_rows(self._rows.first(size), size * self._query_len, self._query_len)
 
     def _end(self, end: End, _: None) -> None:
-        """Sample a step, append its tokens, and propose the next drafts."""
+        """Sample a step, append its tokens, and begin to propose the next drafts."""
         kind, size = end
         logits = self._compute_logits(self._manager.hidden_states[: size * self._query_len])
         num_rows = self._num_drawn if kind == "drawn" else size
@@ -201,8 +207,7 @@ class DraftSteps(WholeSteps):
         end_step(
             self._rows.slots[:size], self._tokens[:size], self._state, num_sampled=self._num_sampled[:size]
         )
-        drafted = self._row_inputs.tensors["drafted_slots"][:size]
-        self._drafts.index_put_((drafted,), self._propose(drafted, self._num_sampled[:size]))
+        self._propose(size)
 
     def _verify(self, kind: str, logits: torch.Tensor, start: int, end: int) -> None:
         """Sample the tokens of some rows by vLLM's rejection sampler."""
@@ -238,10 +243,10 @@ class DraftSteps(WholeSteps):
         self._tokens[start:end].copy_(tokens)
         self._num_sampled[start:end].copy_(num_sampled)
 
-    def _propose(self, slots: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
-        """Return what vLLM's lookup proposes after the requests' tokens, [R, N]."""
-        states = self._runner.req_states
-        batch: Any = SimpleNamespace(num_reqs=len(slots), idx_mapping=slots)
+    def _propose(self, size: int) -> None:
+        """Let vLLM's lookup propose what comes after the requests' tokens."""
+        drafted = self._row_inputs.tensors["drafted_slots"][:size]
+        batch: Any = SimpleNamespace(num_reqs=size, idx_mapping=drafted)
         nothing: Any = None
         drafts: torch.Tensor = self._runner.speculator.propose(
             batch,
@@ -249,14 +254,17 @@ class DraftSteps(WholeSteps):
             nothing,
             nothing,
             nothing,
-            num_sampled,
+            self._num_sampled[:size],
             nothing,
-            states.last_sampled_tokens,
+            self._runner.req_states.last_sampled_tokens,
             nothing,
             nothing,
             nothing,
         )
-        return drafts
+        self._drafts.index_put_((drafted,), drafts)
+
+    def _replay_drafter(self, batch: ReplayedBatch) -> None:
+        """Replay what the drafter does after a step's end; of a lookup nothing is left."""
 
     def note_vllm_step(self) -> None:
         """Let vLLM's product of a step with all drafts have as many rows as an end's."""

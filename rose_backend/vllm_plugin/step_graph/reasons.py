@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -21,6 +22,7 @@ from rose_backend.kernels.attention.ops import MAX_QUERY_LEN
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.options import (
+    OTHER_DRAFTER,
     first_reason,
     has_connector_in_layers,
     uses_rose_manager,
@@ -114,9 +116,16 @@ def _why_drafts_need_vllms_steps(runner: Any) -> str | None:
     """Return why steps of an engine with drafts are vLLM's; None if they may be replayed, or there are no drafts."""
     if runner.speculative_config is None:
         return None
-    rejection, state = runner.rejection_sampler, runner.model_state
+    rejection, state, drafter = runner.rejection_sampler, runner.model_state, runner.speculator
+    is_head = type(drafter) is EagleSpeculator
     reasons = {
-        "drafts other than n-grams": type(runner.speculator) is not NgramGPUSpeculator,
+        OTHER_DRAFTER: not is_head and type(drafter) is not NgramGPUSpeculator,
+        # Only vLLM's own rows of padding are left out where the sampler reads what the head has drawn from.
+        "probabilistic drafts": is_head and drafter.draft_logits is not None,
+        # Between two of them the host describes the next one.
+        "a graph for each pass of a head": is_head
+        and drafter.num_speculative_steps > 1
+        and not drafter.supports_decode_metadata_update,
         "more drafts than decode attention takes": runner.decode_query_len > MAX_QUERY_LEN,
         "another rejection sampler": type(rejection) is not RejectionSampler
         or rejection.watermark_key is not None

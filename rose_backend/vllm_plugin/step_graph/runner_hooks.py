@@ -12,7 +12,8 @@ import torch
 from vllm.compilation import cudagraph_pool
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, _extrapolate_full_graph_memory
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.options import adapts_drafts, rose_options
@@ -24,6 +25,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
     which_graphs_hold,
 )
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps
 from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
@@ -74,6 +76,8 @@ def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | Adapt
         steps = StepGraphs(runner)
     elif adapts_drafts(runner.vllm_config):
         steps = AdaptiveSteps(runner)
+    elif type(runner.speculator) is EagleSpeculator:
+        steps = HeadSteps(runner)
     else:
         steps = DraftSteps(runner)
     steps.capture(stream)
@@ -82,6 +86,12 @@ def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | Adapt
     manager.rose_step_graphs = steps
     manager.rose_graph_addresses = GraphAddresses(runner)
     return steps
+
+
+def managers_of(runner: Any) -> list[Any]:
+    """Return vLLM's managers of the graphs of a runner's layers, and of its drafter's."""
+    of_drafter = () if runner.speculator is None else vars(runner.speculator).values()
+    return [runner.cudagraph_manager, *(each for each in of_drafter if isinstance(each, CudaGraphManager))]
 
 
 def _drop_steps(manager: Any) -> None:
@@ -133,7 +143,8 @@ def _steps_of(runner: Any) -> WholeSteps | AdaptiveSteps | None:
         if (take_moved_weights := getattr(runner.model, "take_moved_weights", None)) is not None:
             take_moved_weights()
         CUDAGraphWrapper.clear_all_graphs()
-        manager.release_graphs()
+        for each in managers_of(runner):
+            each.release_graphs()
         runner.capture_model()
     return getattr(manager, "rose_step_graphs", None)
 

@@ -96,6 +96,7 @@ class WholeSteps(ABC):
         ):
             self._ends.capture(self._all_ends(), pool, stream)
             self._begins.capture(self._sizes, pool, stream)
+            self._capture_drafter(pool, stream)
         # Compiled before steps need them.
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         self._warm_up()
@@ -105,7 +106,7 @@ class WholeSteps(ABC):
             "Rose step graph: steps of up to %d requests%s are replayed whole; %d graphs, %.1f s, %.2f GiB",
             max(self._desc_of, default=0),
             f" with {self._query_len - 1} drafts each" if self._query_len > 1 else "",
-            len(self._all_ends()) * self._num_parts + len(self._sizes),
+            self._num_graphs(),
             time.perf_counter() - start,
             num_bytes / (1 << 30),
         )
@@ -137,6 +138,13 @@ class WholeSteps(ABC):
     @abstractmethod
     def _all_ends(self) -> list[End]:
         """Return what is captured of ``_ends``; the largest logits first."""
+
+    def _num_graphs(self) -> int:
+        """Return how many graphs have been captured."""
+        return len(self._all_ends()) * self._num_parts + len(self._sizes)
+
+    def _capture_drafter(self, pool: Any, stream: torch.cuda.Stream) -> None:  # noqa: B027
+        """Capture what a drafter does after a step's end; nothing here."""
 
     def _warm_up(self) -> None:  # noqa: B027
         """Launch what steps launch beside their graphs; nothing here."""

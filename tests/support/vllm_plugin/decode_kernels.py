@@ -92,7 +92,10 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
     groups = case.groups.groups
     last = state.num_computed_tokens.clone()
     last[slots] += starts.diff()[:num_requests] - 1
-    num_blocks = [last // group.block_size + 1 for group in groups]
+    if state.draft_tokens is not None:
+        # vLLM's scheduler makes room for a drafter's own steps, too.
+        last += state.draft_tokens.shape[1]
+    num_blocks = [(last // group.block_size + 1).clamp(max=group.state_table.shape[1]) for group in groups]
     tables = SimpleNamespace(
         num_kv_cache_groups=len(groups),
         input_block_tables=[group.block_table for group in groups],

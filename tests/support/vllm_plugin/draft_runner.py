@@ -140,7 +140,12 @@ class DraftRequests:
 
     Args:
         share_right: of the drafts.
+
+    Attributes:
+        num_lookahead_tokens: behind a step's own, for which blocks are there, too.
     """
+
+    num_lookahead_tokens = 0
 
     def __init__(self, runner: DraftRunner, share_right: float, seed: int) -> None:
         self.runner, self._share_right = runner, share_right
@@ -209,7 +214,8 @@ class DraftRequests:
         for request_id, start in zip(ids, computed, strict=True):
             new = []
             for index, (size, _, _) in enumerate(self.runner.groups):
-                have, need = self._blocks[request_id][index], -(-(start + query_len) // size)
+                num_tokens = start + query_len + self.num_lookahead_tokens
+                have, need = self._blocks[request_id][index], -(-num_tokens // size)
                 new.append(self.all_blocks[request_id][index][have:need])
                 self._blocks[request_id][index] = max(have, need)
             new_blocks.append(tuple(new) if any(new) else None)

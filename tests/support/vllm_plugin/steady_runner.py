@@ -197,6 +197,7 @@ class Runner:
         self.dp_size, self.dp_rank, self.parallel_config = 1, 0, object()
         self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
         self.speculative_config: Any = None
+        self.speculator: Any = None
         self.decode_query_len = 1
         self.groups = groups
         self.block_tables = Tables([block_size for block_size, _, _ in groups])

@@ -1,0 +1,193 @@
+"""Steps of decodes with the drafts of an EAGLE head: behind the end, vLLM's graphs of the head and what lies between.
+
+vLLM has a graph of the head's first pass, over all tokens of a step, and one of all later passes, of a token each. The
+end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
+each a place earlier, with the sampled one behind those that were accepted. Between the two graphs vLLM's kernel
+prepares the later passes, and after them the drafts go from the head's rows to the requests' slots.
+
+Whatever is written is vLLM's, at the addresses that its own steps use. Its kernels are launched for rows of padding,
+too, which vLLM leaves out: such a row has "rejected" -1 tokens, so that it has one token behind all others, where
+the batch is padded anyway.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.config import CUDAGraphMode
+
+from rose_backend.kernels.captured_graphs import CapturedGraphs
+from rose_backend.kernels.decode_step.ops import NO_SLOT
+from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
+from rose_backend.vllm_plugin.step_graph.outputs import ReplayedBatch
+
+
+class HeadPasses(NamedTuple):
+    """vLLM's descriptors of the graphs of a head's passes."""
+
+    first: Any
+    later: Any
+    """None if a request has one draft."""
+
+
+class HeadSteps(DraftSteps):
+    """Steps in which every request decodes, with as many drafts as are asked for; an EAGLE head makes them.
+
+    Args:
+        runner: as of ``DraftSteps``.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        most, device = self._max_num_rows, runner.device
+        self._head = runner.speculator
+        self._passes = {
+            num_requests: passes
+            for num_requests, desc in self._desc_of.items()
+            if (passes := self._passes_of(num_requests, desc)) is not None
+        }
+        self._desc_of = {num_requests: self._desc_of[num_requests] for num_requests in self._passes}
+        self._num_rejected = torch.zeros(most, dtype=torch.int32, device=device)
+        self._rejected_of_padding = torch.tensor(-1, dtype=torch.int32, device=device)
+        self._begins_of_later_passes = CapturedGraphs[int](
+            self._begin_later_passes, capture_error_mode="thread_local"
+        )
+        self._ends_of_passes = CapturedGraphs[int](self._keep_drafts, capture_error_mode="thread_local")
+
+    def _passes_of(self, num_requests: int, desc: Any) -> HeadPasses | None:
+        """Return the graphs that vLLM replays after a step with ``desc``; None if it launches some pass instead."""
+        head = self._head
+        first = head.prefill_cudagraph_manager.dispatch(num_requests, desc.num_tokens, self._query_len, 0)
+        if first.cg_mode != CUDAGraphMode.FULL or first.num_tokens != desc.num_tokens:
+            return None
+        if self._num_drafts == 1:
+            return HeadPasses(first, None)
+        manager = head.decode_cudagraph_manager
+        later = manager.specialize_spec_tokens(
+            manager.dispatch(num_requests, num_requests, 1, 0), self._num_drafts
+        )
+        return HeadPasses(first, later) if later.cg_mode == CUDAGraphMode.FULL else None
+
+    def _fields_of_rows(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        most = self._max_num_rows
+        return {
+            **super()._fields_of_rows(),
+            "is_row": (np.bool_, (most,)),
+            # Where the drafts are that a row's slot gets: rows of padding write the first row's again.
+            "drafted_rows": (np.int64, (most,)),
+            # Of all rows that a graph of the head may have.
+            "head_slots": (np.int64, (self._runner.max_num_reqs,)),
+        }
+
+    def _describe_rows(self, record: np.void, slots: NDArray[np.int64]) -> None:
+        super()._describe_rows(record, slots)
+        num_rows = len(slots)
+        record["is_row"][:] = np.arange(self._max_num_rows) < num_rows
+        record["drafted_rows"][:num_rows] = np.arange(num_rows)
+        record["drafted_rows"][num_rows:] = 0
+        record["head_slots"][:num_rows] = slots
+        record["head_slots"][num_rows:] = NO_SLOT
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture what surrounds vLLM's graphs; see ``WholeSteps.capture``."""
+        # The token that vLLM's kernel writes for a row of padding lies behind those of the batch that is there now.
+        with torch.inference_mode():
+            for size in self._sizes[:1]:
+                self._begin(size, None)
+        super().capture(stream)
+
+    def _num_graphs(self) -> int:
+        return super()._num_graphs() + (1 + (self._num_drafts > 1)) * len(self._sizes)
+
+    def _capture_drafter(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        if self._num_drafts > 1:
+            self._begins_of_later_passes.capture(self._sizes, pool, stream)
+        self._ends_of_passes.capture(self._sizes, pool, stream)
+
+    def close(self) -> None:
+        """Give the graphs back; see ``WholeSteps.close``."""
+        super().close()
+        self._begins_of_later_passes.release()
+        self._ends_of_passes.release()
+
+    def _propose(self, size: int) -> None:
+        """Write the inputs of the head's first pass."""
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
+
+        head, states, given = self._head, self._runner.req_states, self._row_inputs.tensors
+        num_tokens = size * self._query_len
+        head.hidden_states[:num_tokens].copy_(self._hidden_states_for_head(num_tokens))
+        head.idx_mapping.copy_(given["head_slots"])
+        num_sampled, num_rejected = self._num_sampled[:size], self._num_rejected[:size]
+        torch.where(
+            given["is_row"][:size],
+            self._query_len - num_sampled,
+            self._rejected_of_padding,
+            out=num_rejected,
+        )
+        # Of vLLM's ``InputBatch``, what is read of it here.
+        batch: Any = SimpleNamespace(
+            num_reqs=size,
+            input_ids=self._inputs.input_ids,
+            positions=self._inputs.positions,
+            idx_mapping=given["drafted_slots"][:size],
+            query_start_loc=self._inputs.query_start_loc,
+            seq_lens=self._inputs.seq_lens,
+        )
+        prepare_prefill_inputs(
+            head.last_token_indices,
+            head.current_draft_step,
+            head.input_buffers,
+            batch,
+            num_sampled,
+            num_rejected,
+            states.last_sampled_tokens,
+            states.next_prefill_tokens,
+            head.max_num_reqs,
+        )
+
+    def _hidden_states_for_head(self, num_tokens: int) -> torch.Tensor:
+        """Return what the head reads of the layers' outputs, [T, H]: the last one's, or that of some, combined."""
+        from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
+
+        manager = self._manager
+        if manager.aux_hidden_states:
+            side_by_side = torch.cat([each[:num_tokens] for each in manager.aux_hidden_states], dim=-1)
+            combined: torch.Tensor = self._head.model.combine_hidden_states(side_by_side)
+            return combined
+        return get_drafter_hidden_states(self._runner.model, manager.hidden_states[:num_tokens])
+
+    def _replay_drafter(self, batch: ReplayedBatch) -> None:
+        head, size = self._head, batch.num_rows_of_end
+        passes = self._passes[len(batch.request_ids)]
+        head.prefill_cudagraph_manager.run_fullgraph(passes.first)
+        if passes.later is not None:
+            self._begins_of_later_passes.run(size)
+            head.decode_cudagraph_manager.run_fullgraph(passes.later)
+        self._ends_of_passes.run(size)
+
+    def _begin_later_passes(self, size: int, _: None) -> None:
+        """Write the inputs of the head's second pass; its graph writes those of the passes after it."""
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_decode_inputs
+
+        head = self._head
+        prepare_decode_inputs(
+            head.draft_tokens[:size, 0],
+            self._inputs.seq_lens,
+            self._num_rejected,
+            head.input_buffers,
+            head.sample_src_positions,
+            head.max_model_len,
+            head.max_num_reqs,
+            advance_draft_positions=head.advance_draft_positions,
+        )
+
+    def _keep_drafts(self, size: int, _: None) -> None:
+        """Write the drafts to where the next prologue, or vLLM's next step, finds them."""
+        given = self._row_inputs.tensors
+        drafts = self._head.draft_tokens[given["drafted_rows"][:size]]
+        self._drafts.index_put_((given["drafted_slots"][:size],), drafts)
