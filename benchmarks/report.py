@@ -123,9 +123,9 @@ TABLES = {
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
-    "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
-    "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
     "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),
+    "kernels_int4": Table("parts", "h200/kernels_int4.json", parts.kernels_table),
+    "kernels_float8_rows": Table("parts", "h200/kernels_float8_rows.json", parts.kernels_table),
 }
 
 

@@ -35,7 +35,7 @@ COMMITS = {
     "5f1d599ba99f66f6": "2043d2d",
     "362af6f304d91d05": "565c3f4",
     "599447310db3df2c": "0359739",
-    "fdf369c3327e061e": "db11334",
+    "cbb1652fd183cdf8": "72efd5b",
     "ac5b196703977cc8": "8a4036a",
     "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",

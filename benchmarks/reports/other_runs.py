@@ -142,6 +142,15 @@ OTHER_RUNS: dict[str, Run] = {
     ),
     "h200/vllm_llama8b_start_2.json": Run("steps of Llama 8B, on another machine and newer sources", offline),
     "h200/vllm_ngram_qwen3.json": Run("three n-gram drafts for each request of Qwen3 0.6B", drafts),
+    "h200/vllm_ngram_gpu_llama8b.json": Run(
+        "three n-gram drafts for each request of Llama 8B in vLLM without Rose, scheduled ahead (`ngram_gpu`)"
+    ),
+    "h200/vllm_ngram_7_drafts_llama8b.json": Run(
+        "seven n-gram drafts for each request of Llama 8B, three tokens a step", offline
+    ),
+    "h200/vllm_ngram_1_draft_llama8b.json": Run(
+        "one of these drafts in vLLM without Rose, scheduled one step after the other (`ngram`)"
+    ),
     "h200/vllm_eagle3_qwen3.json": Run(
         "three drafts of an EAGLE-3 head for each request of Qwen3 0.6B", drafts
     ),
@@ -149,6 +158,11 @@ OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_gpt_oss.json": Run(
         "steps of gpt-oss 20B in bfloat16 inside vLLM, windows and experts", offline
     ),
+    "h200/vllm_llama8b_int4_machete.json": Run(
+        "steps of Llama 8B in int4, with vLLM's layers (Machete) around the rest of Rose as a third side",
+        offline,
+    ),
+    "h200/qwen3_30b_a3b_fp8.json": Run("steps of Qwen3 30B-A3B in float8 without vLLM", offline),
     "h200/vllm_adapters_qwen3.json": Run(
         "requests of Qwen3 0.6B with eight LoRA adapters of rank 16 in turns, which adapt all products of the layers",
         request_kinds,
@@ -177,7 +191,13 @@ OTHER_RUNS: dict[str, Run] = {
         "starts inside vLLM, Gemma 3 4B, before logits lay in the memory of the graphs' activations", start_up
     ),
     "h200/start_up_gemma3.json": Run("starts inside vLLM, Gemma 3 4B, since then", start_up),
+    "h200/start_up_llama8b_fp8.json": Run("starts without vLLM, Llama 8B in float8", start_up),
+    "h200/kernels_float8_blocks.json": Run(
+        "products with Llama 8B's weights in float8 by blocks, 1 to 8,192 rows, without DeepGEMM, which did not load"
+    ),
+    "h200/kv_cow_clone_float16.json": Run("copies of KV blocks", _copies),
     "h200/kv_cow_clone_float32.json": Run("copies of KV blocks in float32", _copies),
+    "h200/kv_append.json": Run("new tokens in the KV cache, with attention", _copies),
     "cpu/kv_cow_clone.json": Run("copies of KV blocks on a CPU", _copies),
     "h100/loading.json": Run("how fast 16 GB of weights reach the GPU"),
     "h200/vllm_step_profile_gpt2_vllm.json": Run("where steps of GPT-2 go in vLLM without Rose"),

@@ -209,7 +209,8 @@ def kernels_table(result: Result) -> str:
         speed = f"{rose['tflop_per_s']:.0f} TFLOP/s" if is_prefill else f"{rose['copy_share']:.0%} of copy"
         ratio = f"{best_us / rose['p50_us']:.2f}x"
         rows.append((row["case"], micros(rose["p50_us"]), speed, f"{micros(best_us)}, {best}", ratio))
-    source = caption({**result, "command": KERNELS_COMMAND}, _gpu(result))
+    _, option, families = result.get("command", "").partition(" --families")
+    source = caption({**result, "command": KERNELS_COMMAND + option + families}, _gpu(result))
     header = ("", "Rose", "", "best peer", "peer / Rose")
     return markdown(header, rows, source, _kernel_losses(result["rows"]))
 

@@ -84,7 +84,11 @@ def _medians(result: Result) -> Iterator[tuple[Hashable, str, float]]:
 def _engine(result: Result, backend: str) -> tuple[Hashable, ...]:
     """Return device, shape, type, engine, release and options: work of others is never compared."""
     settings: dict[str, Any] = result["settings"]
-    options = (settings.get("engine_options") or {}).get(backend) or {}
+    options = dict((settings.get("engine_options") or {}).get(backend) or {})
+    drafter = options.get("speculative_config", {})
+    if drafter.get("method") == "ngram_gpu":
+        # The same drafts, scheduled otherwise.
+        options["speculative_config"] = {**drafter, "method": "ngram"}
     return (
         result["device"],
         settings["model"],
