@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
+from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.outputs import EngineStats
 from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
@@ -236,6 +237,8 @@ class Step:
     clone_plan: ClonePlan | None
     has_side_pass: bool = False
     """The other slots' pass runs beside this and later steps, until ``Scheduler.end_pass``."""
+    num_drafts: int = 0
+    """That each decode has, whose positions are reserved."""
 
 
 class Scheduler:
@@ -254,6 +257,9 @@ class Scheduler:
     ``MAX_PROMPT_TOKENS_AMONG_DECODES``, and while further requests wait: a pass takes longer beside decodes, so fewer
     requests would decode at once.
 
+    Decodes have drafts where none of them needs sampling extras or a grammar, and where there is room for all. What is
+    planned for a slot is what it has at least, as if no draft were accepted; what is reserved is for the most.
+
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
     """
@@ -270,7 +276,8 @@ class Scheduler:
         may_overlap: Callable[[int, int, int], bool] | None = None,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
-        self.counters = EngineStats()
+        num_drafts = 0 if config.drafts is None else config.drafts.num_speculative_tokens
+        self.counters = EngineStats(spec_decode_num_accepted_tokens_per_pos=(0,) * num_drafts)
         """What the scheduler and the step pipeline count."""
         self._admission = Admission(config, manager, state, commits, min_tokens_worth_waiting)
         self.waiting = self._admission.waiting
@@ -282,11 +289,13 @@ class Scheduler:
         self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
+        self._num_drafts = num_drafts
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
         self._repeated_slots: Int32Array = np.empty(0, np.int32)
+        self._num_repeated_drafts = 0
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
@@ -301,7 +310,8 @@ class Scheduler:
         """Take some blocks that running requests will soon need. Call it in every step, right before the host waits."""
         if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
             slots, state = self._repeated_slots, self._state
-            num_tokens = state.num_planned_tokens(slots) + (self._num_repeats + 1)
+            num_tokens = state.num_planned_tokens(slots) + state.num_drafts_ahead[slots]
+            num_tokens += (self._num_repeats + 1) * (self._num_repeated_drafts + 1)
             self._may_be_short = top_up(self._manager, slots, num_tokens, state.max_num_tokens)
 
     def schedule(self, num_in_flight: int = 0) -> Step | None:
@@ -395,13 +405,15 @@ class Scheduler:
     def _budget_left(self, slots: Int32Array, counts: Int32Array) -> int:
         """Return how many more prompt tokens fit into a step of these, the first of which decode one token each.
 
-        Decodes that may be left out take no room: prompts fill half of the step, or there is room for both.
+        Decodes that may be left out take no room: prompts fill half of the step, or there is room for both. Others
+        take room for their drafts, too.
         """
         budget = self._token_budget - int(counts.sum())
-        if self._prompts_first:
-            num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
-            budget += num_decodes if 2 * num_decodes <= self._token_budget else 0
-        return budget
+        num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
+        if self._prompts_first and 2 * num_decodes <= self._token_budget:
+            return budget + num_decodes
+        num_drafts = num_decodes * self._num_drafts
+        return budget - num_drafts if num_drafts < budget else budget
 
     def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
         is_decode = (counts == 1) & (self._num_remaining(slots) == 1)
@@ -414,7 +426,39 @@ class Scheduler:
         has_side_pass = self._has_side_pass(num_decodes, slots[num_decodes:], counts[num_decodes:])
         if has_side_pass:
             self._slots_in_pass = slots[num_decodes:]
-        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass)
+        num_drafts = self._draft(slots[:num_decodes], int(counts.sum()))
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass, num_drafts)
+
+    def _draft(self, slots: Int32Array, num_tokens: int) -> int:
+        """Return how many drafts each of ``slots``, which decode, has in a step of ``num_tokens`` without them.
+
+        Their positions are reserved then.
+        """
+        num_drafts, state = self._num_drafts, self._state
+        if (
+            not num_drafts
+            or not 0 < len(slots) <= max_drafted_rows(num_drafts)
+            or num_tokens + len(slots) * num_drafts > self._token_budget
+            or np.count_nonzero(state.has_grammar[slots])
+            or state.needs_extras_now(slots)
+        ):
+            return 0
+        ahead = self._num_ahead(slots, np.ones(len(slots), np.int32), num_drafts)
+        return num_drafts if reserve_ahead(self._manager, slots, ahead, state.max_num_tokens) else 0
+
+    def _num_ahead(self, slots: Int32Array, counts: Int32Array, num_drafts: int) -> Int32Array:
+        """Return how many tokens after the committed ones a step may need room for that computes ``counts``.
+
+        Args:
+            num_drafts: of each slot in that step.
+        """
+        state = self._state
+        ahead = counts + state.num_uncommitted_tokens[slots]
+        if not self._num_drafts:
+            return ahead
+        # The last token is never computed, and drafts from there on need no room: they are not accepted.
+        most = state.max_num_tokens[slots] - 1 - self._manager.num_computed_tokens[slots]
+        return np.maximum(np.minimum(ahead + state.num_drafts_ahead[slots] + num_drafts, most), ahead)
 
     def _has_side_pass(self, num_decodes: int, slots: Int32Array, counts: Int32Array) -> bool:
         """Return whether prompt chunks of ``counts`` tokens of ``slots`` run beside ``num_decodes``."""
@@ -432,12 +476,16 @@ class Scheduler:
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""
         self._repeated_slots = slots = step.slots[: step.num_decodes]
+        self._num_repeated_drafts = num_drafts = step.num_drafts
         if len(slots) < len(self._running_beside_pass()):
             return 0
-        planned = self._state.num_planned_tokens(slots)
-        room = (
-            np.minimum(self._state.max_num_tokens[slots], self._manager.table.capacity[slots] + 1) - planned
-        )
+        state, capacity = self._state, self._manager.table.capacity[slots]
+        planned, most = state.num_planned_tokens(slots), state.max_num_tokens[slots]
+        if not self._num_drafts:
+            return int((np.minimum(most, capacity + 1) - planned).min()) - 1
+        # Every repeat may take as many positions as it has tokens, until all that are ever needed are there.
+        room = (capacity + 1 - planned - state.num_drafts_ahead[slots]) // (num_drafts + 1)
+        room = np.where(capacity >= most - 1, most - planned, np.minimum(room, most - planned))
         return int(room.min()) - 1
 
     def _num_remaining(self, slots: Int32Array) -> Int32Array:
@@ -451,7 +499,7 @@ class Scheduler:
         was_short = False
         while True:
             slots, counts = self._pick_running()
-            ahead = counts + self._state.num_uncommitted_tokens[slots]
+            ahead = self._num_ahead(slots, counts, 0)
             if not len(slots) or reserve_ahead(self._manager, slots, ahead, self._state.max_num_tokens):
                 return slots, counts, was_short
             if not may_preempt:

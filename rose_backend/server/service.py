@@ -132,17 +132,34 @@ class ServerMetrics(Collector):
             ("num_requests_waiting", "Requests that wait for one.", load.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", load.kv_cache_usage),
         )
-        counters = (
+        counters: tuple[tuple[str, str, float], ...] = (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found there.", hits),
             ("num_preemptions", "Running sequences that were preempted.", stats.preemptions),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
         )
+        if stats.spec_decode_num_accepted_tokens_per_pos:
+            counters += (
+                ("spec_decode_num_drafts", "Times that a sequence had drafts.", stats.spec_decode_num_drafts),
+                ("spec_decode_num_draft_tokens", "Draft tokens.", stats.spec_decode_num_draft_tokens),
+                ("spec_decode_num_accepted_tokens", "Those accepted.", stats.spec_decode_num_accepted_tokens),
+            )
+            yield self._accepted_by_position(stats.spec_decode_num_accepted_tokens_per_pos)
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, value in numbers:
                 metric = family(f"rose:{name}", text, labels=_LABELS)
                 metric.add_metric([self._model_name], value)
                 yield metric
+
+    def _accepted_by_position(self, numbers: tuple[int, ...]) -> Metric:
+        metric = CounterMetricFamily(
+            "rose:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their place after the newest token.",
+            labels=[*_LABELS, "position"],
+        )
+        for position, number in enumerate(numbers):
+            metric.add_metric([self._model_name, str(position)], number)
+        return metric
 
 
 def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:

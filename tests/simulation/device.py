@@ -265,13 +265,13 @@ class _Change:
 class Buffers(DecodeBuffers):
     """``DecodeBuffers`` in NumPy; what they are given is written when its turn comes."""
 
-    def __init__(self, num_rows: int, table_width: int, device: Device) -> None:
+    def __init__(self, num_rows: int, table_width: int, device: Device, *_: int) -> None:
         self.tokens = np.zeros((2, num_rows), np.int64)
         self.input_ids, self.first_tokens = self.tokens
         self.longs = np.zeros((num_rows, 3), np.int64)  # position, draw position, seed
         self.num_computed_tokens = np.full(num_rows, -1, np.int64)
         self.block_table = np.zeros((num_rows, table_width), np.int64)
-        self.drawn = np.full((HISTORY_STEPS, num_rows), -7, np.int64)
+        self.drawn = np.full((HISTORY_STEPS, 1, num_rows), -7, np.int64)
         self.history = SimpleNamespace(numpy=lambda: self.drawn)
         self.num_steps = 0
         self._row_changes = _Change(device, self._change_rows)
@@ -292,7 +292,7 @@ class SimulatedDecoder(DecodeRunner):
     """``DecodeRunner`` whose steps are work of a ``Device``."""
 
     def __init__(self, device: Device, manager: Any, state: Any, widths: tuple[int, ...]) -> None:
-        extras = SimpleNamespace(is_in_use=False, is_needed=lambda slots: False)
+        extras = SimpleNamespace(is_in_use=False)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
             super().__init__(lambda *_: None, extras, manager, state, device, widths)
         self._graphs = SimpleNamespace(run_parts=self._queue)
@@ -323,7 +323,7 @@ class SimulatedDecoder(DecodeRunner):
             buffers.longs[rows, 1] == positions + 1
         ).all(), "positions are not those of the tokens"
         drawn = device.next_tokens(answers, expected[each, positions], positions, buffers.longs[rows, 2])
-        buffers.drawn[buffers.num_steps % HISTORY_STEPS, rows] = drawn
+        buffers.drawn[buffers.num_steps % HISTORY_STEPS, 0, rows] = drawn
         buffers.num_steps += 1
         buffers.input_ids[rows] = drawn
         buffers.num_computed_tokens[rows] += 1

@@ -1,0 +1,375 @@
+"""Drafts: texts are those without drafts, whatever is proposed, and only what was accepted counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.engine.structured_outputs import StructuredOutputsParams
+from rose_backend.kernels.arguments import DraftedRows
+from tests.engine.conftest import GREEDY
+from tests.support.crowd import VOCAB_SIZE, crowd, tokens_of
+
+WIDTHS = (4, 8, 12, 24)
+"""Graphs' widths leave holes and make rows move; without any a step is as wide as it must be."""
+DRAFTERS = ("right", "wrong", "empty", "random", "some", "looked up")
+PROMPT = "Once upon a time there was a"
+
+
+def n_grams(num_drafts: int, most: int = 4, least: int = 1) -> dict[str, Any]:
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": num_drafts,
+        "prompt_lookup_max": most,
+        "prompt_lookup_min": least,
+    }
+
+
+class Drafter:
+    """Proposes what is known to come, or something else.
+
+    Args:
+        kind: one of ``DRAFTERS``, but not the engine's own.
+        texts: all tokens of each completion, prompts included.
+    """
+
+    def __init__(self, kind: str, num_drafts: int, texts: Sequence[list[int]]) -> None:
+        self._kind, self._num_drafts, self._rng = kind, num_drafts, random.Random(5)
+        self._next: dict[tuple[int, ...], list[int]] = {}
+        for text in texts:
+            for end in range(1, len(text)):
+                self._next.setdefault(tuple(text[:end]), text[end : end + num_drafts])
+
+    def __call__(self, rows: DraftedRows) -> torch.Tensor:
+        drafts = torch.full((len(rows.slots), self._num_drafts), -1)
+        for row, computed in enumerate(rows.num_computed_tokens.tolist()):
+            if computed >= 0 and self._kind != "empty":
+                known = tuple(rows.token_ids[rows.slots[row], : computed + 1].tolist())
+                right = self._next.get(known, [])
+                right = [*right, *[0] * (self._num_drafts - len(right))]
+                drafts[row] = torch.tensor([self._draft(token) for token in right])
+        return drafts
+
+    def _draft(self, token: int) -> int:
+        if self._kind == "random":
+            return self._rng.randrange(-1, VOCAB_SIZE)
+        is_right = self._kind == "right" or (self._kind == "some" and self._rng.random() < 0.7)
+        return token if is_right else (token + 1) % VOCAB_SIZE
+
+
+MakeDrafting = Callable[..., LLM]
+
+
+@pytest.fixture
+def make_drafting(make_llm: Callable[..., LLM]) -> MakeDrafting:
+    """Return a function that makes engines with drafts, of what is looked up or of a ``Drafter``."""
+
+    def make(
+        drafter: str = "looked up",
+        texts: Sequence[list[int]] = (),
+        num_drafts: int = 3,
+        widths: tuple[int, ...] = WIDTHS,
+        **options: Any,
+    ) -> LLM:
+        llm = make_llm(**{"max_num_seqs": 24, "speculative_config": n_grams(num_drafts), **options})
+        decoder = llm.core._runner.decoder
+        decoder.widths = widths
+        if drafter != "looked up":
+            decoder.drafts.propose = Drafter(drafter, num_drafts, texts)
+        return llm
+
+    return make
+
+
+def texts_of(prompts: list[list[int]], tokens: list[list[list[int]]]) -> list[list[int]]:
+    return [
+        prompt + each for prompt, completions in zip(prompts, tokens, strict=True) for each in completions
+    ]
+
+
+def plain_crowd(num_requests: int, seed: int, max_tokens: int = 30) -> tuple[Any, list[SamplingParams]]:
+    """Return a crowd that drafts can be made for."""
+    prompts, params = crowd(num_requests, seed, max_tokens)
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+    plain |= {"logprobs": None, "logit_bias": None, "bad_words": None, "allowed_token_ids": None}
+    return prompts, [replace(each, **plain) for each in params]
+
+
+@pytest.mark.parametrize(("run_ahead", "num_drafts"), [(0, 3), (1, 1), (2, 7)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_same_text(
+    make_drafting: MakeDrafting, llm: LLM, drafter: str, run_ahead: int, num_drafts: int
+) -> None:
+    prompts, params = plain_crowd(40, seed=1)
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting(drafter, texts_of(prompts, expected), num_drafts, run_ahead=run_ahead)
+    assert tokens_of(drafting, prompts, params) == expected
+    stats = drafting.stats
+    assert stats.generated_tokens == sum(len(one) for completions in expected for one in completions)
+    assert stats.spec_decode_num_draft_tokens == num_drafts * stats.spec_decode_num_drafts > 200
+    by_place = stats.spec_decode_num_accepted_tokens_per_pos
+    assert len(by_place) == num_drafts and sum(by_place) == stats.spec_decode_num_accepted_tokens
+    share = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
+    least, most = {"right": (0.6, 1), "some": (0.2, 0.9), "looked up": (0.001, 1)}.get(drafter, (0, 0.01))
+    assert least <= share <= most
+    if drafter in ("wrong", "empty"):
+        assert share == 0
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("drafter", ["some", "looked up"])
+def test_same_text_beside_requests_without_drafts(
+    make_drafting: MakeDrafting, llm: LLM, drafter: str, run_ahead: int
+) -> None:
+    prompts, params = crowd(60, seed=7, max_tokens=25)
+    expected = llm.generate(prompts, params)
+    tokens = [[c.token_ids for c in output.outputs] for output in expected]
+    # So few that some steps have no request that needs more than a draw.
+    drafting = make_drafting(
+        drafter, texts_of(prompts, tokens), widths=(2, 3), run_ahead=run_ahead, max_num_seqs=3
+    )
+    outputs = drafting.generate(prompts, params)
+    for output, other in zip(outputs, expected, strict=True):
+        for ours, theirs in zip(output.outputs, other.outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids and ours.text == theirs.text
+            assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+            for mine, reference in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+                assert mine.keys() == reference.keys()
+                assert all(abs(mine[token].logprob - reference[token].logprob) < 1e-4 for token in mine)
+    assert drafting.stats.spec_decode_num_accepted_tokens > 0
+    assert drafting.stats.spec_decode_num_drafts < drafting.stats.generated_tokens / 2
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+@pytest.mark.parametrize("drafter", ["right", "wrong", "some"])
+def test_pressure(make_drafting: MakeDrafting, llm: LLM, drafter: str, run_ahead: int) -> None:
+    prompts, params = plain_crowd(40, seed=2, max_tokens=25)
+    expected = tokens_of(llm, prompts, params)
+    limits = {"num_blocks": 28, "max_model_len": 256, "max_num_batched_tokens": 37}
+    tight = make_drafting(drafter, texts_of(prompts, expected), run_ahead=run_ahead, **limits)
+    assert tokens_of(tight, prompts, params) == expected
+    assert tight.stats.preemptions > 0 and tight.stats.spec_decode_num_drafts > 0
+
+
+@pytest.mark.parametrize("max_model_len", [39, 48, 49])
+@pytest.mark.parametrize(("drafter", "run_ahead"), [("right", 0), ("right", 4), ("some", 2), ("wrong", 1)])
+def test_the_last_tokens_before_the_greatest_length(
+    make_drafting: MakeDrafting,
+    make_llm: Callable[..., LLM],
+    drafter: str,
+    run_ahead: int,
+    max_model_len: int,
+) -> None:
+    prompts = [[7 + index] * (max_model_len - 1 - index) for index in range(12)]
+    params = [replace(GREEDY, max_tokens=None), SamplingParams(seed=3, max_tokens=None, ignore_eos=True)] * 6
+    plain = make_llm(max_num_seqs=12, max_model_len=max_model_len)
+    expected = tokens_of(plain, prompts, params)
+    assert [len(one[0]) for one in expected] == list(range(1, 13))
+    # As few blocks as there may be: those of one sequence.
+    for num_blocks in (None, -(-max_model_len // 16) + 1):
+        drafting = make_drafting(
+            drafter,
+            texts_of(prompts, expected),
+            num_drafts=7,
+            run_ahead=run_ahead,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+        )
+        assert tokens_of(drafting, prompts, params) == expected
+        assert drafting.stats.spec_decode_num_drafts > 0
+
+
+@pytest.mark.parametrize("drafter", ["right", "some"])
+def test_ends_inside_drafts(make_drafting: MakeDrafting, llm: LLM, drafter: str) -> None:
+    prompt = llm.tokenizer.encode(PROMPT)
+    long = replace(GREEDY, max_tokens=40)
+    (whole,) = tokens_of(llm, [prompt], [long])
+    text = llm.tokenizer.decode(whole[0])
+    drafting = make_drafting(drafter, texts_of([prompt], [whole]), num_drafts=7, run_ahead=2)
+    for end in range(3, 20):
+        ends: list[dict[str, Any]] = [
+            {"max_tokens": end},
+            {"stop_token_ids": [whole[0][end]]},
+            {"stop": [text[2 * end : 2 * end + 3]]},
+            {"min_tokens": end + 2, "stop_token_ids": [whole[0][end]]},
+        ]
+        for options in ends:
+            params = replace(long, **options)
+            for ours, theirs in zip(
+                drafting.generate([prompt], params), llm.generate([prompt], params), strict=True
+            ):
+                assert ours.outputs == theirs.outputs
+    assert drafting.stats.spec_decode_num_accepted_tokens > 0
+
+
+def test_streams_show_every_token_once(make_drafting: MakeDrafting, llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=1, max_tokens=24, stop=["zq"], ignore_eos=True)
+    (expected,) = llm.generate(PROMPT, params)
+    prompt = expected.prompt_token_ids
+    texts = [prompt + each.token_ids for each in expected.outputs]
+    outputs = list(make_drafting("some", texts, run_ahead=1).stream(PROMPT, params))
+    for index, completion in enumerate(expected.outputs):
+        pieces = [output.outputs[index].delta_text for output in outputs if len(output.outputs) > index]
+        assert "".join(pieces) == completion.text
+
+
+def test_only_accepted_tokens_are_cached(make_drafting: MakeDrafting, llm: LLM) -> None:
+    prompt = list(range(50, 71))
+    (whole,) = tokens_of(llm, [prompt], [replace(GREEDY, max_tokens=40)])
+    known = prompt + whole[0]
+    for drafter in ("wrong", "some"):
+        drafting = make_drafting(drafter, [known], num_drafts=7, run_ahead=2)
+        tokens_of(drafting, [prompt], [replace(GREEDY, max_tokens=40)])
+        for length in range(30, 56, 5):
+            # What the drafter has proposed here was computed, and then something else.
+            other = [*known[:length], (known[length] + 1) % VOCAB_SIZE, 3, 4, 5]
+            assert drafting.generate([other], GREEDY)[0].num_cached_tokens <= length
+            (hit,) = drafting.generate([known[: length + 1]], GREEDY)
+            assert hit.num_cached_tokens == length
+            assert (
+                hit.outputs[0].token_ids
+                == llm.generate([known[: length + 1]], GREEDY)[0].outputs[0].token_ids
+            )
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_hits_in_what_requests_with_drafts_still_write(
+    make_drafting: MakeDrafting, llm: LLM, run_ahead: int
+) -> None:
+    prompt = list(range(50, 71))
+    (whole,) = tokens_of(llm, [prompt], [replace(GREEDY, max_tokens=60)])
+    known = prompt + whole[0]
+    drafting = make_drafting("some", [known], run_ahead=run_ahead)
+    core = drafting.core
+    make = core.input_processor.make
+    core.add(make(prompt, replace(GREEDY, max_tokens=60)))
+    finished, lengths = {}, [25, 33, 41, 47]
+    while core.num_unfinished:
+        slots = core._scheduler.running_slots.tolist()
+        if lengths and slots and core._state.num_tokens[slots[0]] > lengths[0] + 1:
+            length = lengths.pop(0)
+            core.add(make([*known[:length], 9, 8, 7], replace(GREEDY, n=2, max_tokens=8)))
+        finished |= {tuple(output.prompt_token_ids): output for output in core.step()}
+    assert finished[tuple(prompt)].outputs[0].token_ids == whole[0]
+    for length in (25, 33, 41, 47):
+        branch = [*known[:length], 9, 8, 7]
+        (expected,) = llm.generate([branch], replace(GREEDY, n=2, max_tokens=8))
+        output = finished[tuple(branch)]
+        assert output.num_cached_tokens == length
+        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in expected.outputs]
+    assert core.stats.clones > 0
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_aborts(make_drafting: MakeDrafting, llm: LLM, run_ahead: int) -> None:
+    prompts, params = plain_crowd(12, seed=4)
+    params = [replace(each, n=1, max_tokens=30, stop=None) for each in params]
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting("some", texts_of(prompts, expected), run_ahead=run_ahead)
+    core, rng = drafting.core, random.Random(1)
+    requests = [core.input_processor.make(*each) for each in zip(prompts, params, strict=True)]
+    for request in requests:
+        core.add(request)
+    aborted, finished = {}, {}
+    while core.num_unfinished:
+        finished |= {output.request_id: output for output in core.step()}
+        left = [each.request_id for each in requests if each.request_id in core._requests]
+        if left and rng.random() < 0.2:
+            request_id = rng.choice(left)
+            aborted[request_id] = core.abort(request_id)
+    assert aborted and finished
+    for request, whole in zip(requests, expected, strict=True):
+        output = (aborted | finished)[request.request_id]
+        tokens = output.outputs[0].token_ids if output.outputs else []
+        assert tokens == whole[0][: len(tokens)]
+        assert request.request_id in aborted or tokens == whole[0]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_grammars(make_drafting: MakeDrafting, llm: LLM, run_ahead: int) -> None:
+    masked = SamplingParams(
+        seed=2,
+        max_tokens=30,
+        structured_outputs=StructuredOutputsParams(regex="[a-z]{3,12}(, [a-z]{2,9}){2}"),
+    )
+    plain = SamplingParams(seed=3, max_tokens=60, ignore_eos=True)
+    prompts = [list(range(20, 40)), list(range(30, 44)), [5] * 9]
+    params = [masked, plain, plain]
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting("some", texts_of(prompts, expected), run_ahead=run_ahead)
+    assert tokens_of(drafting, prompts, params) == expected
+    assert drafting.stats.spec_decode_num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("switch", ["fused_kv_append", "fused_sampler", "prefix_cache", "chunked_prefill"])
+def test_without_a_switch(make_drafting: MakeDrafting, make_llm: Callable[..., LLM], switch: str) -> None:
+    prompts, params = plain_crowd(20, seed=5, max_tokens=20)
+    options = {switch: False, "max_num_seqs": 24}
+    expected = tokens_of(make_llm(**options), prompts, params)
+    drafting = make_drafting("some", texts_of(prompts, expected), run_ahead=1, **options)
+    assert tokens_of(drafting, prompts, params) == expected
+    assert drafting.stats.spec_decode_num_accepted_tokens > 0
+
+
+def test_a_step_never_has_more_tokens_than_it_may(make_drafting: MakeDrafting, llm: LLM) -> None:
+    prompts, params = plain_crowd(40, seed=6)
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting("some", texts_of(prompts, expected), max_num_batched_tokens=30)
+    scheduler, sizes = drafting.core._scheduler, []
+    make_step = scheduler._make_step
+
+    def spy(*args: Any) -> Any:
+        step = make_step(*args)
+        sizes.append((int(step.num_new_tokens.sum()) + step.num_decodes * step.num_drafts, step.num_drafts))
+        return step
+
+    scheduler._make_step = spy
+    assert tokens_of(drafting, prompts, params) == expected
+    assert max(size for size, _ in sizes) <= 30
+    assert {num_drafts for _, num_drafts in sizes} == {0, 3}
+
+
+def test_large_steps_have_no_drafts(
+    make_drafting: MakeDrafting, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose_backend.engine.drafts.MAX_VERIFIED_TOKENS", 20)
+    prompts = [[index + 3] * 9 for index in range(8)]
+    params = [replace(GREEDY, max_tokens=8 + 2 * index) for index in range(8)]
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting("right", texts_of(prompts, expected), widths=())
+    enqueue, decoded = drafting.core._runner.decoder.enqueue, []
+    drafting.core._runner.decoder.enqueue = lambda slots, num_drafts: (
+        decoded.append((len(slots), num_drafts)) or enqueue(slots, num_drafts)
+    )
+    assert tokens_of(drafting, prompts, params) == expected
+    assert {num_drafts for size, num_drafts in decoded if size > 5} == {0}
+    assert {num_drafts for size, num_drafts in decoded if size <= 5} == {3}
+
+
+def test_draws_without_a_seed_follow_the_distribution(make_drafting: MakeDrafting, llm: LLM) -> None:
+    """Of two tokens, one of which is always drafted: a chi-square test of how often each is drawn."""
+    prompt = list(range(60, 80))
+    params = SamplingParams(temperature=1.3, top_k=2, max_tokens=2, ignore_eos=True)
+    report = llm.generate([prompt], replace(GREEDY, max_tokens=1, logprobs=2))[0].outputs[0].logprobs[0]
+    first = max(report, key=lambda token: report[token].logprob)
+    (after,) = llm.generate([[*prompt, first]], replace(GREEDY, max_tokens=1, logprobs=2))
+    best = sorted(after.outputs[0].logprobs[0].items(), key=lambda each: -each[1].logprob)[:2]
+    weights = torch.tensor([each.logprob / 1.3 for _, each in best]).softmax(0).tolist()
+    for drafted in range(2):
+        drafting = make_drafting(num_drafts=1, max_num_seqs=64, widths=(), seed=drafted)
+        decoder = drafting.core._runner.decoder
+        decoder.drafts.propose = lambda rows, token=best[drafted][0]: torch.full((len(rows.slots), 1), token)
+        tokens = [output.outputs[0].token_ids for output in drafting.generate([prompt] * 2000, params)]
+        drawn = [second for one, second in tokens if one == first]
+        counts = [drawn.count(token) for token, _ in best]
+        assert sum(counts) == len(drawn) > 500
+        expected = [weight * len(drawn) for weight in weights]
+        chi_square = sum((got - want) ** 2 / want for got, want in zip(counts, expected, strict=True))
+        assert chi_square < 10.8, f"{counts} of {expected}"  # one in a thousand, with one degree of freedom
+        assert drafting.stats.spec_decode_num_accepted_tokens >= counts[drafted]
