@@ -575,7 +575,7 @@ class DecodeRunner:
         """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
         for width in show_progress("preparing decode steps", widths[::-1]):
             self._graphs.run(width, num_parts=3)
-        for width in self._drafted(widths):
+        for width in self._widths_with_drafts(widths)[::-1]:
             self._draft_graphs.run(width)
         self.buffers.reset()
 
@@ -584,23 +584,19 @@ class DecodeRunner:
         """Capture a step of each of ``widths``."""
         stream = None if is_recording() else _capture_stream(self._device)
         pool = None if is_recording() else torch.cuda.graph_pool_handle()
-        drafted = self._drafted(self.widths)
-        if drafted:
-            self._draft_graphs.capture(
-                show_progress("capturing decode steps with drafts", drafted), pool, stream
-            )
+        if drafted := self._widths_with_drafts(self.widths)[::-1]:
+            progress = show_progress("capturing decode steps with drafts", drafted)
+            self._draft_graphs.capture(progress, pool, stream)
         self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), pool, stream)
         self.buffers.capture(stream)
         self.buffers.reset()
 
-    def _drafted(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of ``widths`` that steps with drafts may have, falling."""
+    def _widths_with_drafts(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of ``widths`` that steps with drafts are rounded up to, rising, and the widest step's."""
         if self.drafts is None:
             return ()
-        # What is rounded up beyond the limit is allowed.
-        most = max_drafted_rows(self.drafts.num_drafts)
-        largest = size_for(self.widths, min(most, self.num_rows)) or 0
-        return tuple(width for width in widths[::-1] if width <= largest)
+        most = min(max_drafted_rows(self.drafts.num_drafts), self.num_rows)
+        return (*(width for width in widths if width < most), most)
 
     @torch.inference_mode()
     def enqueue(self, slots: Int32Array, num_drafts: int = 0) -> tuple[int, Int64Array]:
@@ -614,7 +610,8 @@ class DecodeRunner:
         Returns:
             What ``tokens`` asks for: the step's number, and the row of each slot.
         """
-        self._width = size_for(self.widths, len(slots)) or len(slots)
+        widths = self._widths_with_drafts(self.widths) if num_drafts and self.widths else self.widths
+        self._width = size_for(widths, len(slots)) or len(slots)
         self._num_drafts = num_drafts
         self.needs_sampling_extras = self._state.needs_extras_now(slots)
         rows = self._place(slots)
