@@ -289,18 +289,19 @@ class Scheduler:
         self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
-        self._num_drafts = num_drafts
+        self._num_drafts = self.num_drafts_wanted = num_drafts
+        """Of each decode in the next step: all or none."""
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
         self._repeated_slots: Int32Array = np.empty(0, np.int32)
-        self._num_repeated_drafts = 0
+        self._num_repeated_drafts = self._num_drafts_planned = 0
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        if self._num_repeats <= 0 or self._may_admit():
+        if self._num_repeats <= 0 or self.num_drafts_wanted != self._num_drafts_planned or self._may_admit():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -434,7 +435,8 @@ class Scheduler:
 
         Their positions are reserved then.
         """
-        num_drafts, state = self._num_drafts, self._state
+        num_drafts, state = self.num_drafts_wanted, self._state
+        self._num_drafts_planned = num_drafts
         if (
             not num_drafts
             or not 0 < len(slots) <= max_drafted_rows(num_drafts)
