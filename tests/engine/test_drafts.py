@@ -10,10 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.config import SpeculativeConfig
+from rose_backend.engine.drafts import AdaptiveDrafts
+from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.kernels.arguments import DraftedRows
 from tests.engine.conftest import GREEDY
@@ -499,3 +503,32 @@ def test_times_of_steps_that_did_more_than_decode_are_not_noted(
         core.step()
     assert {num_drafts for num_drafts, *_ in noted} == {3}
     assert max(seconds for *_, seconds in noted) < 2
+
+
+def test_what_would_have_been_drafted_is_looked_at() -> None:
+    state = SequenceState(3, 64)
+    adaptive = AdaptiveDrafts(SpeculativeConfig(**n_grams(2, 1)), state)
+    noted: list[float] = []
+    adaptive.note_accepted = adaptive._depth.note_accepted = noted.append  # type: ignore[method-assign]
+    texts = [[8, 9] * 20, list(range(40)), [7] * 40]
+    slots = np.arange(3)
+    state.num_tokens[:] = 4
+    state.generation[:] = 5, 1, 2
+    for slot, text in enumerate(texts):
+        state.token_ids[slot, :40] = text
+    adaptive.look(slots)
+    adaptive.look(slots)
+    assert noted == []
+    # In turn: no number comes again, all are the same, and they take turns.
+    for _ in range(3):
+        state.num_tokens[:] += 2
+        adaptive.look(slots)
+    assert noted == [0, 2, 2]
+    # Whoever was looked at has gone, and another has the slot.
+    state.generation[1] += 1
+    state.num_tokens[:] = 20
+    adaptive.look(slots)
+    assert noted == [0, 2, 2]
+    state.num_tokens[:] += 2
+    adaptive.look(slots[:2])
+    assert noted == [0, 2, 2, 2]
