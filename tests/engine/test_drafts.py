@@ -454,6 +454,13 @@ class Clock:
         clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
         monkeypatch.setattr("rose_backend.engine.drafts.time", clock)
 
+    def takes_an_hour(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **options: Any) -> Any:
+            self.now += 3600
+            return function(*args, **options)
+
+        return slow
+
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("pays", [False, True])
@@ -484,25 +491,64 @@ def test_drafts_are_made_where_they_pay(
 def test_times_of_steps_that_did_more_than_decode_are_not_noted(
     make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafting = make_drafting(run_ahead=1, adaptive_drafts=True, max_num_seqs=4, widths=())
+    drafting = make_drafting(run_ahead=0, adaptive_drafts=True, max_num_seqs=4, widths=())
     core, clock = drafting.core, Clock(drafting, monkeypatch)
-    depth = core._runner.decoder.drafts.adaptive._depth
+    runner, adaptive = core._runner, core._runner.decoder.drafts.adaptive
     noted: list[tuple[int, int, float]] = []
-    monkeypatch.setattr(depth, "note_time", lambda *each: noted.append(each))
-    for index in range(12):
-        # Prompts come in the middle of decodes, and all is idle in between; each costs the pretended device an hour.
-        core.add(core.input_processor.make([index + 5] * 20, replace(GREEDY, max_tokens=20)))
-        if index % 4 == 3:
-            masked = {"repetition_penalty": 1.2} if index == 3 else {"logprobs": 1}
-            core.add(core.input_processor.make([index + 60] * 9, replace(GREEDY, max_tokens=9, **masked)))
-        clock.now += 3600
-        while core.num_unfinished and (index % 3 == 2 or len(core._scheduler.running_slots) < index % 3 + 1):
+    monkeypatch.setattr(adaptive._depth, "note_time", lambda *each: noted.append(each))
+    for owner, name in (
+        (runner, "_forward_chunks"),
+        (runner.decoder, "_redraw"),
+        (runner._extras, "upload_masks"),
+    ):
+        monkeypatch.setattr(owner, name, clock.takes_an_hour(getattr(owner, name)))
+    # The graphs hold the parts of a step.
+    monkeypatch.setattr(
+        runner.decoder._graphs,
+        "_parts",
+        (runner.decoder._step, runner.decoder._redraw_masked, runner.decoder._redraw),
+    )
+    grammar = StructuredOutputsParams(regex="[a-z ]{9,40}")
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {}, {"structured_outputs": grammar}, {}, {}]
+    for index, kind in enumerate(kinds):
+        # In the middle of others' decodes; the last ones find all of their prompt in the cache, after a time of rest.
+        prompt = [min(index, 4) + 5] * 20
+        core.add(core.input_processor.make(prompt, replace(GREEDY, max_tokens=20, **kind)))
+        for _ in range(6 if index < 4 else 100):
             core.step()
-        clock.now += 3600
-    while core.num_unfinished:
-        core.step()
+        if index == 4:
+            assert not core.num_unfinished
+            clock.now += 3600
     assert {num_drafts for num_drafts, *_ in noted} == {3}
     assert max(seconds for *_, seconds in noted) < 2
+
+
+def test_a_step_of_another_kind_than_the_one_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, noted = 0.0, []
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr("rose_backend.engine.drafts.time", clock)
+    adaptive = AdaptiveDrafts(SpeculativeConfig(**n_grams(2)), SequenceState(3, 64))
+    monkeypatch.setattr(adaptive._depth, "note_time", lambda *each: noted.append(each))
+    for seconds, num_drafts in ((9, 2), (1, 2), (2, 0), (3, 0), (4, 0), (5, 2), (6, 2)):
+        now += seconds
+        adaptive.note_step(num_drafts, 7)
+    assert noted == [(2, 7, 1), (0, 7, 3), (0, 7, 4), (2, 7, 6)]
+
+
+def test_what_is_chosen_holds_for_the_next_step(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting("empty", run_ahead=1, adaptive_drafts=True, max_num_seqs=1, widths=())
+    adaptive, decoder = drafting.core._runner.decoder.drafts.adaptive, drafting.core._runner.decoder
+    start, chosen, started = decoder.enqueue_again, [], []
+
+    def choose(num_requests: int) -> int:
+        chosen.append(3 * (len(chosen) // 2 % 2))
+        return chosen[-1]
+
+    adaptive.choose = choose
+    decoder.enqueue_again = lambda: started.append(decoder._num_drafts) or start()
+    drafting.generate([[5, 6, 7] * 9], replace(GREEDY, max_tokens=60))
+    # The first step of all is the prompt's, before any request runs.
+    assert len(started) > 50 and started == chosen[: len(started)]
 
 
 def test_what_would_have_been_drafted_is_looked_at() -> None:
