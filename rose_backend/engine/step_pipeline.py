@@ -334,8 +334,6 @@ class StepPipeline:
         """Drop the steps in flight: no request is left."""
         if self._chunks is not None:
             self._end_pass()
-        if self._adaptive_drafts is not None:
-            self._adaptive_drafts.note_other_step()
         self._in_flight.clear()
         self._incremental_detokenization.drop()
 
