@@ -413,7 +413,7 @@ class Scheduler:
         num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
         if self._prompts_first and 2 * num_decodes <= self._token_budget:
             return budget + num_decodes
-        num_drafts = num_decodes * self._num_drafts
+        num_drafts = num_decodes * self.num_drafts_wanted
         return budget - num_drafts if num_drafts < budget else budget
 
     def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
