@@ -285,6 +285,8 @@ class EngineConfig(Switches):
     """Requests that may wait; one more is refused."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     """Drafts, which decode steps verify: the fields of ``SpeculativeConfig``, as which it is kept. None: no drafts."""
+    adaptive_drafts: bool = True
+    """Make drafts only in steps in which they give more tokens per second, as measured; off: in all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,6 +47,7 @@ _ENGINE_HELP = {
     "speculative_config": "drafts that decode steps verify, such as "
     '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}\'; '
     "texts are the same without (default: no drafts)",
+    "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",

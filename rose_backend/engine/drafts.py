@@ -7,10 +7,13 @@ count, and later steps store over it. All of that happens on the device, which k
 learns it when it reads the tokens.
 
 A step over requests with sampling extras or a grammar has no drafts: what their draws need is known for one place only.
+Other steps have none, either, while they are faster that way (``AdaptiveDrafts``).
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,16 +22,20 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.config import SpeculativeConfig
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.kernels.arguments import DraftedRows
 from rose_backend.kernels.captured_graphs import upload
 from rose_backend.kernels.decode_step.ops import accept_drafts, look_up_drafts
+
+logger = logging.getLogger(__name__)
 
 MAX_VERIFIED_TOKENS = 512
 """Of a step with drafts; with more requests it has none. Their logits take as much memory as those of a captured step
 of as many requests, and with so many a step without drafts uses the GPU's arithmetic as well."""
 
 Slots = NDArray[np.signedinteger[Any]]
+_LOG_INTERVAL_S = 10.0
 
 
 def max_drafted_rows(num_drafts: int) -> int:
@@ -48,19 +55,20 @@ class Drafts:
     """The tokens of all requests on the device, in fixed tensors, and what is looked up in them.
 
     Args:
+        is_adaptive: ``EngineConfig.adaptive_drafts``.
+
+    Attributes:
         propose: returns what may follow the tokens of rows, int64 ``[R, num_drafts]``; negative for nothing. It must
-            not wait for the device. None: looks up n-grams as ``config`` says.
+            not wait for the device.
+        adaptive: None: all steps have drafts that can.
     """
 
     def __init__(
-        self,
-        config: SpeculativeConfig,
-        state: SequenceState,
-        device: torch.device,
-        propose: Callable[[DraftedRows], torch.Tensor] | None = None,
+        self, config: SpeculativeConfig, state: SequenceState, device: torch.device, *, is_adaptive: bool
     ) -> None:
         self.num_drafts = config.num_speculative_tokens
-        self.propose = propose or self._look_up
+        self.adaptive = AdaptiveDrafts(config, state) if is_adaptive else None
+        self.propose: Callable[[DraftedRows], torch.Tensor] = self._look_up
         self._config = config
         self._state = state
         self._device = device
@@ -125,3 +133,61 @@ class Drafts:
             min_n=config.prompt_lookup_min,
             max_n=config.prompt_lookup_max,
         )
+
+
+class AdaptiveDrafts:
+    """Chooses for each step whether it has drafts, by what steps of either kind give and how long they take.
+
+    Times are those between two steps that are read one after the other, so they have the host's work in them.
+    """
+
+    def __init__(self, config: SpeculativeConfig, state: SequenceState) -> None:
+        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+        self.num_drafts = config.num_speculative_tokens
+        self._state = state
+        self._depth = DraftDepth(self.num_drafts)
+        # Of a request slot and its generation, as one number.
+        self._shadow = ShadowDrafts[int](
+            self.num_drafts, config.prompt_lookup_min, config.prompt_lookup_max, self._tokens_of
+        )
+        self._chosen = self.num_drafts
+        self._last_read: tuple[int, float] | None = None
+        self._logged_s = -_LOG_INTERVAL_S
+
+    def choose(self, num_requests: int) -> int:
+        """Return how many drafts each of ``num_requests`` that run is to have in the step that starts next."""
+        chosen = self._depth.choose(num_requests)
+        if chosen != self._chosen:
+            self._chosen, now = chosen, time.monotonic()
+            if now - self._logged_s >= _LOG_INTERVAL_S:
+                self._logged_s = now
+                logger.info("adaptive drafts: %d for each request from now on; %s", chosen, self._depth)
+        return chosen
+
+    def note_step(self, num_drafts: int, num_requests: int) -> None:
+        """Note that a step was read in which ``num_requests`` decoded, with ``num_drafts`` each, and nothing else."""
+        now = time.perf_counter()
+        if self._last_read is not None and self._last_read[0] == num_drafts:
+            self._depth.note_time(num_drafts, num_requests, now - self._last_read[1])
+        self._last_read = num_drafts, now
+
+    def note_other_step(self) -> None:
+        """Note that any other step was read, or that there is nothing to do: the next one's time is not known."""
+        self._last_read = None
+
+    def note_accepted(self, num_accepted: float) -> None:
+        """Note how many drafts of a request a step has accepted; a mean of requests."""
+        self._depth.note_accepted(num_accepted)
+
+    def look(self, slots: Slots) -> None:
+        """Look after a step without drafts, over ``slots``, which of those would have been right that it could have."""
+        generation = self._state.generation
+        requests: list[int] = (generation[slots] * len(generation) + slots).tolist()
+        if (num_right := self._shadow.look(requests)) is not None:
+            self._depth.note_accepted(num_right)
+
+    def _tokens_of(self, request: int) -> NDArray[np.int32] | None:
+        generation, slot = divmod(request, len(self._state.generation))
+        if self._state.generation[slot] != generation:
+            return None
+        return self._state.token_ids[slot, : self._state.num_tokens[slot]]

@@ -311,7 +311,9 @@ class ModelRunner:
         vocab_size = int(model.config.vocab_size)
         self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
-        drafts = None if config.drafts is None else Drafts(config.drafts, state, self._device)
+        drafts = None
+        if config.drafts is not None:
+            drafts = Drafts(config.drafts, state, self._device, is_adaptive=config.adaptive_drafts)
         self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths, drafts)
         self.prompts: PromptGraphs | None = None
         self.first_draws: SizedGraphs | None = None

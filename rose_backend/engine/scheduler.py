@@ -331,18 +331,20 @@ class Scheduler:
         self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
-        self._num_drafts = num_drafts
+        self._num_drafts = self.num_drafts_wanted = num_drafts
+        """Of each decode in the next step: all or none."""
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
         self._repeated_slots: Int32Array = np.empty(0, np.int32)
-        self._num_repeated_drafts = 0
+        self._num_repeated_drafts = self._num_drafts_planned = 0
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        if self._num_repeats <= 0 or self._may_admit() or self._must_make_room():
+        has_changed = self.num_drafts_wanted != self._num_drafts_planned
+        if self._num_repeats <= 0 or has_changed or self._may_admit() or self._must_make_room():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -461,7 +463,7 @@ class Scheduler:
         num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
         if self._prompts_first and 2 * num_decodes <= self._token_budget:
             return budget + num_decodes
-        num_drafts = num_decodes * self._num_drafts
+        num_drafts = num_decodes * self.num_drafts_wanted
         return budget - num_drafts if num_drafts < budget else budget
 
     def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
@@ -483,7 +485,8 @@ class Scheduler:
 
         Their positions are reserved then.
         """
-        num_drafts, state = self._num_drafts, self._state
+        num_drafts, state = self.num_drafts_wanted, self._state
+        self._num_drafts_planned = num_drafts
         if (
             not num_drafts
             or not 0 < len(slots) <= max_drafted_rows(num_drafts)

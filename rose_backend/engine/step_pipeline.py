@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
+from rose_backend.engine.drafts import AdaptiveDrafts
 from rose_backend.engine.model_runner import Chunks, Drawn, Hidden, ModelRunner, SideStream
 from rose_backend.engine.output_thread import (
     Ending,
@@ -247,6 +248,8 @@ class StepPipeline:
         self._state = state
         self._scheduler = scheduler
         self._runner = runner
+        drafts = runner.decoder.drafts
+        self._adaptive_drafts = None if drafts is None else drafts.adaptive
         self._commits = commits
         self._incremental_detokenization = incremental_detokenization
         runner.follow_tokens(self._tokens_ahead)
@@ -284,12 +287,18 @@ class StepPipeline:
             return self._read(in_flight.popleft())
         started = self._start_next(num_unchecked)
         if started is None:
-            return self._read(in_flight.popleft()) if in_flight else None
+            if in_flight:
+                return self._read(in_flight.popleft())
+            if self._adaptive_drafts is not None:
+                self._adaptive_drafts.note_other_step()
+            return None
         in_flight.append(started)
         # Not while prompts are computed: the device would wait for the host. Tokens go to the output thread last: it
         # competes for the interpreter lock with whatever the host does afterwards.
         if started.drawn is None:
             self._scheduler.top_up()
+            if self._adaptive_drafts is not None and not self._scheduler.num_drafts_wanted:
+                self._adaptive_drafts.look(self._scheduler.running_slots)
             if self._commits.commit_some():
                 self._incremental_detokenization.send_next()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
@@ -298,6 +307,8 @@ class StepPipeline:
         """Repeat the newest step, or start a scheduled one; None when there is nothing to do now."""
         if self._chunks is not None and self._is_pass_due():
             self._end_pass()
+        if self._adaptive_drafts is not None and (num_running := len(self._scheduler.running_slots)):
+            self._scheduler.num_drafts_wanted = self._adaptive_drafts.choose(num_running)
         if self._newest is not None and self._scheduler.repeat():
             self._num_steps_beside -= 1
             return self._start_again(self._newest)
@@ -473,6 +484,8 @@ class StepPipeline:
     def _read(self, step: _StepInFlight) -> Iterator[SampledTokens]:
         batch, token_ids = step.batch, self._wait_for_tokens(step)
         logprobs = self._logprobs(step)
+        if self._adaptive_drafts is not None:
+            self._note_time(step, self._adaptive_drafts)
         is_live = batch.live()
         if is_live is not None:
             batch, token_ids = batch.only(is_live), token_ids[is_live]
@@ -503,11 +516,21 @@ class StepPipeline:
             self._commits.add(batch.decode_slots)
             yield SampledTokens(batch, token_ids[live], None)
 
+    def _note_time(self, step: _StepInFlight, adaptive: AdaptiveDrafts) -> None:
+        """Note the time of a step that was read, unless it did more than to decode in the plain way."""
+        is_plain = step.drawn is None and self._chunks is None and not step.needs_sampling_extras
+        if is_plain and not np.count_nonzero(self._state.has_grammar[step.batch.slots]):
+            adaptive.note_step(step.num_drafts, len(step.batch.slots))
+        else:
+            adaptive.note_other_step()
+
     def _count_drafts(self, is_accepted: NDArray[np.bool_], num_requests: int) -> None:
         """Count the drafts, ``[N, D]``, of ``num_requests`` of ``D``; others have none that is accepted."""
         counters, num_drafts = self.counters, len(is_accepted)
         by_place = np.count_nonzero(is_accepted, axis=1).tolist()
         before = counters.spec_decode_num_accepted_tokens_per_pos
+        if self._adaptive_drafts is not None and num_requests:
+            self._adaptive_drafts.note_accepted(sum(by_place) / num_requests)
         counters.spec_decode_num_drafts += num_requests
         counters.spec_decode_num_draft_tokens += num_drafts * num_requests
         counters.spec_decode_num_accepted_tokens += sum(by_place)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.config import SpeculativeConfig
+from rose_backend.engine.drafts import AdaptiveDrafts
+from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.kernels.arguments import DraftedRows
 from tests.engine.conftest import GREEDY
@@ -22,6 +28,10 @@ WIDTHS = (4, 8, 12, 24)
 """Graphs' widths leave holes and make rows move; without any a step is as wide as it must be."""
 DRAFTERS = ("right", "wrong", "empty", "random", "some", "looked up")
 PROMPT = "Once upon a time there was a"
+
+
+NOT_ADAPTIVE = {"adaptive_drafts": False}
+"""Drafts whatever the time they take."""
 
 
 def n_grams(num_drafts: int, most: int = 4, least: int = 1) -> dict[str, Any]:
@@ -79,7 +89,9 @@ def make_drafting(make_llm: Callable[..., LLM]) -> MakeDrafting:
         widths: tuple[int, ...] = WIDTHS,
         **options: Any,
     ) -> LLM:
-        llm = make_llm(**{"max_num_seqs": 24, "speculative_config": n_grams(num_drafts), **options})
+        llm = make_llm(
+            **{**NOT_ADAPTIVE, "max_num_seqs": 24, "speculative_config": n_grams(num_drafts), **options}
+        )
         decoder = llm.core._runner.decoder
         decoder.widths = widths
         if drafter != "looked up":
@@ -185,6 +197,15 @@ def test_the_last_tokens_before_the_greatest_length(
         )
         assert tokens_of(drafting, prompts, params) == expected
         assert drafting.stats.spec_decode_num_drafts > 0
+
+
+def test_texts_up_to_the_models_window(make_drafting: MakeDrafting, llm: LLM) -> None:
+    """There are no positions past it."""
+    prompts, params = [[7 + index] * (1018 + index) for index in range(4)], replace(GREEDY, max_tokens=None)
+    expected = tokens_of(llm, prompts, [params] * 4)
+    assert [len(one[0]) for one in expected] == [6, 5, 4, 3]
+    drafting = make_drafting("some", texts_of(prompts, expected), num_drafts=7)
+    assert tokens_of(drafting, prompts, [params] * 4) == expected
 
 
 @pytest.mark.parametrize("drafter", ["right", "some"])
@@ -320,7 +341,9 @@ def test_other_models(tmp_path: Path, case: str) -> None:
     with LLM(str(path), **options) as plain:
         expected = tokens_of(plain, prompts, params)
     for drafter in ("some", "looked up"):
-        with LLM(str(path), run_ahead=1, speculative_config=n_grams(5, 2), **options) as drafting:
+        with LLM(
+            str(path), run_ahead=1, speculative_config=n_grams(5, 2), **NOT_ADAPTIVE, **options
+        ) as drafting:
             if drafter == "some":
                 texts = texts_of(prompts, expected)
                 drafting.core._runner.decoder.drafts.propose = Drafter("some", 5, texts)
@@ -395,3 +418,164 @@ def test_draws_without_a_seed_follow_the_distribution(make_drafting: MakeDraftin
         chi_square = sum((got - want) ** 2 / want for got, want in zip(counts, expected, strict=True))
         assert chi_square < 10.8, f"{counts} of {expected}"  # one in a thousand, with one degree of freedom
         assert drafting.stats.spec_decode_num_accepted_tokens >= counts[drafted]
+
+
+def test_drafts_after_an_end_are_not_counted(make_drafting: MakeDrafting, llm: LLM) -> None:
+    prompt = list(range(50, 71))
+    params = SamplingParams(seed=1, max_tokens=60, ignore_eos=True)
+    (whole,) = tokens_of(llm, [prompt], [params])
+    stop = next(token for token in whole[0][20:] if whole[0].index(token) >= 20)
+    drafting = make_drafting("right", [prompt + whole[0]], num_drafts=2, run_ahead=4)
+    (stopped,) = drafting.generate([prompt], replace(params, stop_token_ids=[stop]))
+    num_tokens, stats = len(stopped.outputs[0].token_ids), drafting.stats
+    # The first token is the prompt's; with the last ones a step may have accepted two more.
+    assert (
+        num_tokens - 1
+        <= stats.spec_decode_num_drafts + stats.spec_decode_num_accepted_tokens
+        <= num_tokens + 1
+    )
+
+
+class Clock:
+    """Pretended seconds: a step with drafts takes as long as 1.6 without."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.steps: list[int] = []
+        decoder = llm.core._runner.decoder
+        start = decoder.enqueue_again
+
+        def enqueue_again() -> int:
+            self.steps.append(decoder._num_drafts)
+            self.now += 1.6 if decoder._num_drafts else 1.0
+            return start()
+
+        monkeypatch.setattr(decoder, "enqueue_again", enqueue_again)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
+        monkeypatch.setattr("rose_backend.engine.drafts.time", clock)
+
+    def takes_an_hour(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **options: Any) -> Any:
+            self.now += 3600
+            return function(*args, **options)
+
+        return slow
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("pays", [False, True])
+def test_drafts_are_made_where_they_pay(
+    make_drafting: MakeDrafting,
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run_ahead: int,
+    pays: bool,
+) -> None:
+    prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, index + 9] for index in range(3)]
+    # What is drawn at this temperature has not been there before; the most likely tokens go round and round.
+    params = [
+        replace(GREEDY, temperature=0.0 if pays else 2.0, seed=index, max_tokens=700) for index in range(3)
+    ]
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting(run_ahead=run_ahead, adaptive_drafts=True)
+    clock = Clock(drafting, monkeypatch)
+    with caplog.at_level(logging.INFO, "rose_backend.engine.drafts"):
+        assert tokens_of(drafting, prompts, params) == expected
+    assert set(clock.steps) == {0, 3}
+    late = clock.steps[100:]
+    assert late.count(3 if pays else 0) > 0.9 * len(late) > 60
+    assert pays or "adaptive drafts: 0 for each request from now on; " in caplog.text
+
+
+def test_times_of_steps_that_did_more_than_decode_are_not_noted(
+    make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = make_drafting(run_ahead=0, adaptive_drafts=True, max_num_seqs=4, widths=())
+    core, clock = drafting.core, Clock(drafting, monkeypatch)
+    runner, adaptive = core._runner, core._runner.decoder.drafts.adaptive
+    noted: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(adaptive._depth, "note_time", lambda *each: noted.append(each))
+    for owner, name in (
+        (runner, "_forward_chunks"),
+        (runner.decoder, "_redraw"),
+        (runner._extras, "upload_masks"),
+    ):
+        monkeypatch.setattr(owner, name, clock.takes_an_hour(getattr(owner, name)))
+    # The graphs hold the parts of a step.
+    monkeypatch.setattr(
+        runner.decoder._graphs,
+        "_parts",
+        (runner.decoder._step, runner.decoder._redraw_masked, runner.decoder._redraw),
+    )
+    grammar = StructuredOutputsParams(regex="[a-z ]{9,40}")
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {}, {"structured_outputs": grammar}, {}, {}]
+    for index, kind in enumerate(kinds):
+        # In the middle of others' decodes; the last ones find all of their prompt in the cache, after a time of rest.
+        prompt = [min(index, 4) + 5] * 20
+        core.add(core.input_processor.make(prompt, replace(GREEDY, max_tokens=20, **kind)))
+        for _ in range(6 if index < 4 else 100):
+            if core.num_unfinished:
+                core.step()
+        if index == 4:
+            assert not core.num_unfinished
+            clock.now += 3600
+    assert {num_drafts for num_drafts, *_ in noted} == {3}
+    assert max(seconds for *_, seconds in noted) < 2
+
+
+def test_a_step_of_another_kind_than_the_one_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, noted = 0.0, []
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr("rose_backend.engine.drafts.time", clock)
+    adaptive = AdaptiveDrafts(SpeculativeConfig(**n_grams(2)), SequenceState(3, 64))
+    monkeypatch.setattr(adaptive._depth, "note_time", lambda *each: noted.append(each))
+    for seconds, num_drafts in ((9, 2), (1, 2), (2, 0), (3, 0), (4, 0), (5, 2), (6, 2)):
+        now += seconds
+        adaptive.note_step(num_drafts, 7)
+    assert noted == [(2, 7, 1), (0, 7, 3), (0, 7, 4), (2, 7, 6)]
+
+
+def test_what_is_chosen_holds_for_the_next_step(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting("empty", run_ahead=1, adaptive_drafts=True, max_num_seqs=1, widths=())
+    adaptive, decoder = drafting.core._runner.decoder.drafts.adaptive, drafting.core._runner.decoder
+    start, chosen, started = decoder.enqueue_again, [], []
+
+    def choose(num_requests: int) -> int:
+        chosen.append(3 * (len(chosen) // 2 % 2))
+        return chosen[-1]
+
+    adaptive.choose = choose
+    decoder.enqueue_again = lambda: started.append(decoder._num_drafts) or start()
+    drafting.generate([[5, 6, 7] * 9], replace(GREEDY, max_tokens=60))
+    # The first step of all is the prompt's, before any request runs.
+    assert len(started) > 50 and started == chosen[: len(started)]
+
+
+def test_what_would_have_been_drafted_is_looked_at() -> None:
+    state = SequenceState(3, 64)
+    adaptive = AdaptiveDrafts(SpeculativeConfig(**n_grams(2, 1)), state)
+    noted: list[float] = []
+    adaptive.note_accepted = adaptive._depth.note_accepted = noted.append  # type: ignore[method-assign]
+    texts = [[8, 9] * 20, list(range(40)), [7] * 40]
+    slots = np.arange(3)
+    state.num_tokens[:] = 4
+    state.generation[:] = 5, 1, 2
+    for slot, text in enumerate(texts):
+        state.token_ids[slot, :40] = text
+    adaptive.look(slots)
+    adaptive.look(slots)
+    assert noted == []
+    # In turn: no number comes again, all are the same, and they take turns.
+    for _ in range(3):
+        state.num_tokens[:] += 2
+        adaptive.look(slots)
+    assert noted == [0, 2, 2]
+    # Whoever was looked at has gone, and another has the slot.
+    state.generation[1] += 1
+    state.num_tokens[:] = 20
+    adaptive.look(slots)
+    assert noted == [0, 2, 2]
+    state.num_tokens[:] += 2
+    adaptive.look(slots[:2])
+    assert noted == [0, 2, 2, 2]

@@ -12,7 +12,7 @@ import torch
 from rose_backend import LLM
 from rose_backend.engine.drafts import Drafts
 from rose_backend.kernels.arguments import DraftedRows
-from tests.engine.test_drafts import n_grams, plain_crowd, texts_of
+from tests.engine.test_drafts import NOT_ADAPTIVE, n_grams, plain_crowd, texts_of
 from tests.support.crowd import crowd, tokens_of
 from tests.support.near_ties import near_ties
 from tests.support.random_checkpoints import write_random_llama, write_random_qwen3
@@ -21,6 +21,7 @@ from tests.support.soak import assert_idle, count_completions
 pytestmark = pytest.mark.gpu
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_blocks": 3000, "max_num_seqs": 48}
+OPTIONS |= NOT_ADAPTIVE
 NUM_REQUESTS = 60
 
 

@@ -295,7 +295,8 @@ def test_metrics_of_drafts(tiny_model_path: Path, frontend_multiprocessing: bool
     with running_server(tiny_model_path, settings) as plain:
         text = plain.complete(**fields).json()["choices"][0]["text"]
         assert "spec_decode" not in plain.http.get("/metrics").text
-    with running_server(tiny_model_path, settings, speculative_config=drafts) as server:
+    options = {"speculative_config": drafts, "adaptive_drafts": False}
+    with running_server(tiny_model_path, settings, **options) as server:
         assert read_metric(server.http.get("/metrics").text, "spec_decode_num_drafts_total") == 0
         assert server.complete(**fields).json()["choices"][0]["text"] == text
         after = server.http.get("/metrics").text

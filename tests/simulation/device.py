@@ -307,9 +307,13 @@ class SimulatedDecoder(DecodeRunner):
     def __init__(
         self, device: Device, manager: Any, state: Any, widths: tuple[int, ...], num_drafts: int
     ) -> None:
-        drafts: Any = (
-            SimpleNamespace(num_drafts=num_drafts, write_rows=lambda *_: None) if num_drafts else None
-        )
+        drafts: Any = None
+        if num_drafts:
+            chooser = SimpleNamespace(
+                choose=lambda _: num_drafts if device.draft_rng.random() < 0.8 else 0,
+                **dict.fromkeys(("look", "note_step", "note_other_step", "note_accepted"), lambda *_: None),
+            )
+            drafts = SimpleNamespace(num_drafts=num_drafts, write_rows=lambda *_: None, adaptive=chooser)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
             super().__init__(
                 lambda *_: None, SimpleNamespace(is_in_use=False), manager, state, device, widths, drafts
