@@ -20,6 +20,11 @@ GENERATION_CONFIGS = ("auto", "none")
 STEP_BUDGETS = ("auto", "off")
 """Besides numbers of milliseconds."""
 
+DRAFT_METHODS = ("ngram", "ngram_gpu")
+MAX_SPECULATIVE_TOKENS = 7
+"""Drafts of a request in a step: decode attention takes up to 8 tokens of a row."""
+MAX_PROMPT_LOOKUP = 1024
+
 MAX_RUN_AHEAD = 4
 MAX_PACKED_ROWS = 256
 """Of a product that takes in the norm before it, see ``rose_backend.kernels.small_batch_linear``."""
@@ -162,6 +167,78 @@ class PluginConfig(Switches):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Drafts of the standalone engine: names, defaults and meaning are vLLM's.
+
+    Raises:
+        ConfigError: a value is outside its range, or missing.
+    """
+
+    method: str = ""
+    """``ngram``: what followed the last tokens earlier in prompt and output; ``ngram_gpu`` is the same."""
+    num_speculative_tokens: int = 0
+    """Drafts that a request gets in a step."""
+    prompt_lookup_max: int | None = None
+    """Last tokens that are looked up, at most; None: as many as at least, or 5."""
+    prompt_lookup_min: int | None = None
+    """The same, at least; None: as many as at most."""
+
+    def __post_init__(self) -> None:
+        owner = "speculative_config"
+        if self.method not in DRAFT_METHODS:
+            got = repr(self.method) if self.method else "none"
+            raise ConfigError(f"{owner}.method: got {got}, allowed are {', '.join(DRAFT_METHODS)}")
+        if self.num_speculative_tokens == 0 and type(self.num_speculative_tokens) is int:
+            raise ConfigError(
+                f"{owner}.num_speculative_tokens: got none or 0, allowed is an integer from 1 to "
+                f"{MAX_SPECULATIVE_TOKENS}"
+            )
+        check_int(f"{owner}.num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        most, least = self.prompt_lookup_max, self.prompt_lookup_min
+        for name, value in (("max", most), ("min", least)):
+            if value is not None:
+                check_int(f"{owner}.prompt_lookup_{name}", value, 1, MAX_PROMPT_LOOKUP)
+        if most is None:
+            most = 5 if least is None else least
+        if least is None:
+            least = most
+        if least > most:
+            raise ConfigError(
+                f"{owner}.prompt_lookup_min: got {least}, allowed are 1 to prompt_lookup_max, which is {most}"
+            )
+        object.__setattr__(self, "prompt_lookup_max", most)
+        object.__setattr__(self, "prompt_lookup_min", least)
+
+    @classmethod
+    def read(cls, value: object) -> SpeculativeConfig:
+        """Return the drafts that a mapping of field names to values asks for.
+
+        Raises:
+            ConfigError: it is no mapping, or has an unknown field or a bad value.
+        """
+        if isinstance(value, cls):
+            return value
+        valid = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"speculative_config: got {value!r}, allowed is an object with the fields {', '.join(valid)}"
+            )
+        for name in value:
+            if name not in valid:
+                hint = nearest_name_hint(str(name), valid)
+                raise ConfigError(
+                    f"speculative_config: unknown field {name!r}{hint} (valid: {', '.join(valid)})"
+                )
+        return cls(**value)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_speculative_tokens} a request in a step, by {self.method}: what followed the last "
+            f"{self.prompt_lookup_min} to {self.prompt_lookup_max} tokens before"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Switches):
     """Options of the standalone engine. Names are vLLM's where the meaning is the same.
 
@@ -206,9 +283,16 @@ class EngineConfig(Switches):
     ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""
     max_queue_size: int = 10_000
     """Requests that may wait; one more is refused."""
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    """Drafts, which decode steps verify: the fields of ``SpeculativeConfig``, as which it is kept. None: no drafts."""
+    adaptive_drafts: bool = True
+    """Make drafts only in steps in which they give more tokens per second, as measured; off: in all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.speculative_config is not None:
+            drafts = SpeculativeConfig.read(self.speculative_config)
+            object.__setattr__(self, "speculative_config", drafts)
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
@@ -233,6 +317,13 @@ class EngineConfig(Switches):
         """``max_num_batched_tokens`` of a running engine, which has chosen it where it was None."""
         assert self.max_num_batched_tokens is not None, "max_num_batched_tokens is chosen at start-up"
         return self.max_num_batched_tokens
+
+    @property
+    def drafts(self) -> SpeculativeConfig | None:
+        """``speculative_config`` as it is kept."""
+        config = self.speculative_config
+        assert config is None or isinstance(config, SpeculativeConfig), "it was read when this was made"
+        return config
 
 
 def _is_number(value: object) -> TypeGuard[float]:

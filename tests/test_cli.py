@@ -223,6 +223,20 @@ def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path
     assert [(record["index"], record["prompt"]) for record in records] == expected
 
 
+def test_drafts_change_no_answer(tiny_model_path: Path, tmp_path: Path) -> None:
+    answers = []
+    config = (
+        '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+    )
+    for options in ([], ["--speculative-config", config, "--no-adaptive-drafts"]):
+        source, target = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+        source.write_text("the king and the king and the\nOnce upon a time\n", encoding="utf-8")
+        argv = ["--prompts", str(source), "--output", str(target), "--dtype", "float32", "--max-tokens", "30"]
+        assert run("generate", "--model", str(tiny_model_path), *argv, "--temperature", "0", *options) == 0
+        answers.append(sorted(target.read_text(encoding="utf-8").splitlines()))
+    assert answers[0] == answers[1]
+
+
 def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "The king"}\n\n{"prompt": "The\u2028queen"}\n', encoding="utf-8")
@@ -255,6 +269,23 @@ def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_p
         (("generate", "--model", "/no/such/dir", "--prompt", "a"), ("/no/such/dir",)),
         (("generate", "--model", "m", "--prompts", "/no/file", "--output", "/tmp/x"), ("/no/file",)),
         (("env", "--dtype", "int4"), ("--dtype", "int4")),
+        (("serve", "m", "--speculative-config", "ngram"), ("--speculative-config", "JSON", "'ngram'")),
+        (
+            ("serve", "m", "--speculative-config", '{"method": "mtp"}'),
+            ("method: got 'mtp', allowed are ngram,",),
+        ),
+        (
+            (
+                "generate",
+                "--model",
+                "m",
+                "--prompt",
+                "a",
+                "--speculative-config",
+                '{"num_speculative_token": 1}',
+            ),
+            ("unknown field 'num_speculative_token'", "did you mean 'num_speculative_tokens'?"),
+        ),
     ],
 )
 def test_mistakes(argv: tuple[str, ...], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,9 @@ def registered_metrics() -> dict[str, tuple[str, frozenset[str]]]:
     """Return name -> kind and labels of all metrics of ``rose serve``, counters with ``_total``."""
     metrics = ServerMetrics("m", block_size=16, num_blocks=10, max_model_len=100)
     metrics.responses.labels("other", "404").inc()
-    text = metrics.render(Counters(EngineStats(), EngineLoad(0, 0, 0.0))).decode()
+    text = metrics.render(
+        Counters(EngineStats(spec_decode_num_accepted_tokens_per_pos=(0,)), EngineLoad(0, 0, 0.0))
+    ).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         if not family.name.endswith("_created"):
@@ -232,7 +234,8 @@ def test_queries_and_prose_use_metrics_that_exist() -> None:
 def test_metrics_of_vllm_exist() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    sources = Path(spec.origin).parent.glob("v1/**/metrics/*.py")
+    folder = Path(spec.origin).parent
+    sources = [*folder.glob("v1/**/metrics/*.py"), *folder.glob("v1/**/metrics.py")]
     known = {
         name for path in sources for name in re.findall(r'"(vllm:\w+)"', path.read_text(encoding="utf-8"))
     }

@@ -14,7 +14,7 @@ from tests.support.patience import HANG_S
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
 
-CORE = frozenset({"errors", "config", "block_manager", "scheduling", "kernels", "layers"})
+CORE = frozenset({"errors", "config", "block_manager", "scheduling", "draft_depth", "kernels", "layers"})
 ENGINE_CORE = CORE | {"models"}
 EVERYTHING = ENGINE_CORE | {"compile_ahead", "engine", "server", "vllm_plugin"}
 
@@ -24,6 +24,7 @@ ALLOWED = {
     "config": frozenset({"errors"}),
     "block_manager": frozenset({"errors", "config"}),
     "scheduling": frozenset({"errors", "config", "block_manager"}),
+    "draft_depth": frozenset[str](),
     "kernels": frozenset({"errors", "config"}),
     "layers": frozenset({"errors", "config", "kernels"}),
     "models": frozenset({"errors", "config", "kernels", "layers"}),
@@ -45,6 +46,7 @@ THIRD_PARTY = {
     "__init__": frozenset[str](),
     "block_manager": frozenset({"numpy"}),
     "scheduling": frozenset({"numpy", "torch"}),
+    "draft_depth": frozenset({"numpy"}),
     "block_view": frozenset({"numpy", "rich", "prometheus_client"}),
 }
 # Third-party module -> the only rooms that may import it.

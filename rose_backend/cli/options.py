@@ -44,6 +44,10 @@ _ENGINE_HELP = {
     "generation_config": "sampling parameters that are not given; auto: those of the model's generation_config.json, "
     "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
+    "speculative_config": "drafts that decode steps verify, such as "
+    '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}\'; '
+    "texts are the same without (default: no drafts)",
+    "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
@@ -99,6 +103,7 @@ _ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": DTYPES},
     "device": {"choices": DEVICES},
     "generation_config": {"choices": GENERATION_CONFIGS},
+    "speculative_config": {"type": _json, "metavar": "JSON"},
 }
 _SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": _int_or_none, "metavar": "N"},

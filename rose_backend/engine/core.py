@@ -349,7 +349,8 @@ class EngineCore:
         read = self._pipeline.advance(self._reader.num_unchecked)
         self._is_stalled = read is None and not self._pipeline.num_in_flight
         if read is not None:
-            self._process_tokens(read)
+            for sampled in read:
+                self._process_tokens(sampled)
             for _ in range(min(_LISTS_PER_STEP, len(self._without_prompt_list))):
                 self._without_prompt_list.popleft().prompt_list()
         elif self._is_stalled and self._returns_outputs and self._requests and not self._outputs:

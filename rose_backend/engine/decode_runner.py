@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import MAX_LOGPROBS
+from rose_backend.engine.drafts import DraftedInputs, Drafts, max_drafted_rows
 from rose_backend.engine.grammars import GrammarMasks
 from rose_backend.engine.logits_processors import ProcessorTables
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.errors import IntegrityError
 from rose_backend.kernels import SampleOutput, SamplingTensors
 from rose_backend.kernels.captured_graphs import CapturedGraphs, Fields, Inputs, SizedGraphs, size_for, upload
 from rose_backend.kernels.decode_step.ops import advance_rows
@@ -143,9 +145,18 @@ class DecodeBuffers:
     Args:
         num_rows: S.
         table_width: blocks per sequence (MB).
+        num_drafts: of a row in a step, at most.
+        spare_columns: of block tables, for drafts past a sequence's greatest length: the null block.
     """
 
-    def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        table_width: int,
+        device: torch.device,
+        num_drafts: int = 0,
+        spare_columns: int = 0,
+    ) -> None:
         self.tokens = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         self.input_ids, self.first_tokens = self.tokens.unbind(0)
         """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""
@@ -154,11 +165,17 @@ class DecodeBuffers:
         self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_rows), dtype=torch.int32, device=device)
         self.num_computed_tokens = self._words[0]
         self._sampling = sampling_by_name(self._words[1:])
-        self.block_table = torch.zeros((num_rows, table_width), dtype=torch.int32, device=device)
+        columns = table_width + spare_columns
+        self.block_table = torch.zeros((num_rows, columns), dtype=torch.int32, device=device)
+        self._given_table = self.block_table[:, :table_width]
         self.history = torch.zeros(
-            (HISTORY_STEPS, num_rows), dtype=torch.int64, pin_memory=device.type != "cpu"
+            (HISTORY_STEPS, num_drafts + 1, num_rows), dtype=torch.int64, pin_memory=device.type != "cpu"
         )
-        """``[HISTORY_STEPS, S]`` in host memory: the tokens of step ``n`` are in row ``n % HISTORY_STEPS``."""
+        """``[HISTORY_STEPS, num_drafts + 1, S]`` in host memory: the tokens of step ``n`` are at
+        ``n % HISTORY_STEPS``, ``NOT_DRAWN`` after a row's last one."""
+        num_draws = -(-num_rows * (num_drafts + 1) // 4) * 4
+        rows_of_draws = np.minimum(np.arange(num_draws) // (num_drafts + 1), num_rows - 1)
+        self._rows_of_draws, self._offsets = upload(device, rows_of_draws, np.arange(num_drafts + 1))
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.reset()
         sizes = (*(size for size in _CHANGE_SIZES if size < num_rows), num_rows)
@@ -190,6 +207,15 @@ class DecodeBuffers:
         by_name = {name: values[:width] for name, values in self._sampling.items()}
         return sampling_tensors(self.seeds[:width], self.draw_positions[:width], by_name)
 
+    def sampling_after_drafts(self, width: int) -> SamplingTensors:
+        """Return the parameters of ``num_drafts + 1`` draws of each of the first ``width`` rows, row by row."""
+        num_draws = width * len(self._offsets)
+        # Each starts at a multiple of 16 bytes, see ``sampling_of_rows``.
+        rows = self._rows_of_draws[: -(-num_draws // 4) * 4]
+        by_name = sampling_by_name(self._words[1:].index_select(1, rows)[:, :num_draws])
+        positions = self.draw_positions[:width, None] + self._offsets
+        return sampling_tensors(self.seeds.index_select(0, rows)[:num_draws], positions.flatten(), by_name)
+
     def advance(self, token_ids: torch.Tensor) -> None:
         """End a step that drew ``token_ids``, int64 ``[width]``."""
         width = len(token_ids)
@@ -199,7 +225,7 @@ class DecodeBuffers:
             self.num_computed_tokens[:width],
             self.positions[:width],
             self.draw_positions[:width],
-            self.history,
+            self.history[:, 0],
             self.step_index,
         )
 
@@ -237,13 +263,20 @@ class DecodeBuffers:
 
     def _change_rows(self, inputs: Inputs) -> None:
         rows, sources, longs = inputs["rows"], inputs["sources"], inputs["longs"].t()
+        words, num_rows = inputs["words"].t(), len(self.input_ids)
         known = self.tokens.view(-1)[sources.clamp(min=0)]
         self.input_ids.index_copy_(0, rows, torch.where(sources >= 0, known, longs[0]))
+        if len(self._offsets) > 1:
+            # Where a row moves with drafts in flight, only the device knows how far it is.
+            here, old_rows = (sources >= 0).where(sources < num_rows, False), sources.clamp(0, num_rows - 1)
+            lengths = torch.where(here, self._longs[:2].index_select(1, old_rows), longs[1:3])
+            computed = torch.where(here, self.num_computed_tokens.index_select(0, old_rows), words[0])
+            longs, words = torch.cat([longs[:1], lengths, longs[3:]]), torch.cat([computed[None], words[1:]])
         self._longs.index_copy_(1, rows, longs[1:])
-        self._words.index_copy_(1, rows, inputs["words"].t())
+        self._words.index_copy_(1, rows, words)
 
     def _change_tables(self, inputs: Inputs) -> None:
-        self.block_table.index_copy_(0, inputs["rows"], inputs["tables"])
+        self._given_table.index_copy_(0, inputs["rows"], inputs["tables"])
 
 
 Sample = Callable[[torch.Tensor, SamplingTensors], SampleOutput]
@@ -286,14 +319,6 @@ class SamplingExtras:
         """Waits for the steps in flight that draw for some slots, and returns what each has drawn there, in order."""
         self._bitmask = torch.zeros((num_slots, self.masks.num_words), dtype=torch.int32, device=device)
         self._mask_rows = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-
-    def is_needed(self, slots: Slots) -> bool:
-        """Whether a step over ``slots``, some of which may need it (``needs_sampling_extras``), has to draw again."""
-        state = self._state
-        is_short = state.num_planned_tokens(slots) < state.min_num_tokens[slots]
-        needs = is_short | state.uses_penalties[slots] | (state.num_logprobs[slots] >= 0)
-        needs |= state.uses_processors[slots]
-        return bool(np.count_nonzero(needs & state.needs_sampling_extras[slots]))
 
     def write_rows(self, rows: NDArray[np.int64], slots: Slots) -> None:
         """Write what ``slots`` need into ``rows``, int64 ``[N]``; rows past ``len(slots)`` become empty."""
@@ -363,7 +388,7 @@ class SamplingExtras:
     def collect(self, buffers: DecodeBuffers, step: int, width: int, *, has_report: bool) -> None:
         """Send what was drawn again to the host; it is there when what was enqueued so far has run."""
         where = step % HISTORY_STEPS
-        buffers.history[where, :width].copy_(buffers.input_ids[:width], non_blocking=True)
+        buffers.history[where, 0, :width].copy_(buffers.input_ids[:width], non_blocking=True)
         if has_report:
             self._reports[where, :width].copy_(self._report[:width], non_blocking=True)
 
@@ -476,6 +501,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
 
+Compute = Callable[[DecodeBuffers, int, DraftedInputs | None], tuple[torch.Tensor, torch.Tensor]]
+
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
 
@@ -500,25 +527,31 @@ class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
     Args:
-        compute: given the buffers and a number of rows, computes one step over that many first rows and returns the
-            token that each draws, int64 ``[width]``, and the logits. It must not wait for the device.
+        compute: given the buffers, a number of rows, and inputs if these have drafts, computes one step over
+            that many first rows and returns the tokens that are drawn, row by row, int64, and the logits. It must not
+            wait for the device.
         extras: draws again for slots with sampling extras.
         widths: numbers of rows that a step may be rounded up to, rising; a larger step is as wide as it must be.
+        drafts: None: no step has any.
     """
 
     def __init__(
         self,
-        compute: Callable[[DecodeBuffers, int], tuple[torch.Tensor, torch.Tensor]],
+        compute: Compute,
         extras: SamplingExtras,
         manager: BlockManager,
         state: SequenceState,
         device: torch.device,
         widths: tuple[int, ...] = (),
+        drafts: Drafts | None = None,
     ) -> None:
         self.num_rows, table_width = manager.block_table.shape
         """Of the widest step: as many as there are request slots."""
-        self.buffers = DecodeBuffers(self.num_rows, table_width, device)
+        num_drafts = 0 if drafts is None else drafts.num_drafts
+        spare_columns = -(-num_drafts // manager.block_size)
+        self.buffers = DecodeBuffers(self.num_rows, table_width, device, num_drafts, spare_columns)
         self.widths = widths
+        self.drafts = drafts
         self._compute = compute
         self._device = device
         self.extras = extras
@@ -528,12 +561,13 @@ class DecodeRunner:
         self._first_token_of_slot: Int64Array = np.full(self.num_rows, NO_ROW, np.int64)
         # The other parts, for masks and for sampling extras, are separate graphs and read the logits of the first.
         self._graphs = CapturedGraphs[int](self._step, self._redraw_masked, self._redraw)
+        self._draft_graphs = CapturedGraphs[int](self._step_with_drafts)
         self.needs_sampling_extras = False
         """Whether the last step drew again for some slots with sampling extras."""
         self._masked: tuple[Int32Array, Int64Array] = (np.empty(0, np.int32), np.empty(0, np.int64))
         # Slots with a grammar in the last step, and their rows.
         self._num_steps = 0
-        self._width = 0
+        self._width = self._num_drafts = 0
         self._history = self.buffers.history.numpy()
 
     @torch.inference_mode()
@@ -541,33 +575,50 @@ class DecodeRunner:
         """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
         for width in show_progress("preparing decode steps", widths[::-1]):
             self._graphs.run(width, num_parts=3)
+        for width in self._widths_with_drafts(widths)[::-1]:
+            self._draft_graphs.run(width)
         self.buffers.reset()
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture a step of each of ``widths``."""
         stream = None if is_recording() else _capture_stream(self._device)
-        self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), stream=stream)
+        pool = None if is_recording() else torch.cuda.graph_pool_handle()
+        if drafted := self._widths_with_drafts(self.widths)[::-1]:
+            progress = show_progress("capturing decode steps with drafts", drafted)
+            self._draft_graphs.capture(progress, pool, stream)
+        self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), pool, stream)
         self.buffers.capture(stream)
         self.buffers.reset()
 
+    def _widths_with_drafts(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of ``widths`` that steps with drafts are rounded up to, rising, and the widest step's."""
+        if self.drafts is None:
+            return ()
+        most = min(max_drafted_rows(self.drafts.num_drafts), self.num_rows)
+        return (*(width for width in widths if width < most), most)
+
     @torch.inference_mode()
-    def enqueue(self, slots: Int32Array) -> tuple[int, Int64Array]:
+    def enqueue(self, slots: Int32Array, num_drafts: int = 0) -> tuple[int, Int64Array]:
         """Start a step in which every one of ``slots`` computes its newest token and draws the next.
 
         Each slot's blocks are reserved, and its newest token is known or on the device (``is_on_device``).
 
+        Args:
+            num_drafts: that each slot has: none, where any needs to be drawn for again, or as many as ``drafts`` makes.
+
         Returns:
             What ``tokens`` asks for: the step's number, and the row of each slot.
         """
-        self._width = size_for(self.widths, len(slots)) or len(slots)
-        needs_sampling_extras = self._state.needs_sampling_extras[slots]
-        self.needs_sampling_extras = bool(np.count_nonzero(needs_sampling_extras)) and self.extras.is_needed(
-            slots
-        )
+        widths = self._widths_with_drafts(self.widths) if num_drafts and self.widths else self.widths
+        self._width = size_for(widths, len(slots)) or len(slots)
+        self._num_drafts = num_drafts
+        self.needs_sampling_extras = self._state.needs_extras_now(slots)
         rows = self._place(slots)
         masked = np.flatnonzero(self._state.has_grammar[slots])
         self._masked = slots[masked], rows[masked]
+        if num_drafts and (self.needs_sampling_extras or len(masked)):
+            raise IntegrityError("a step has drafts and a request that it cannot make any for")
         step = self.enqueue_again()
         self.forget_first_tokens()
         return step, rows
@@ -578,17 +629,28 @@ class DecodeRunner:
         Returns:
             The step's number.
         """
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._num_drafts:
+            self._draft_graphs.run(self._width)
+            return step
         has_masks, has_report = len(self._masked[0]) > 0, self.needs_sampling_extras
         parts = (0, *((1,) if has_masks else ()), *((2,) if has_report else ()))
         self._graphs.run_parts(self._width, parts, self._upload_masks if has_masks else None)
-        step, self._num_steps = self._num_steps, self._num_steps + 1
         if len(parts) > 1:
             self.extras.collect(self.buffers, step, self._width, has_report=has_report)
         return step
 
     def tokens(self, step: int, rows: Int64Array) -> Int64Array:
         """Return what a step drew, ``[len(rows)]``. It is over, and at most ``HISTORY_STEPS`` steps old."""
-        drawn: Int64Array = self._history[step % HISTORY_STEPS][rows]
+        drawn: Int64Array = self._history[step % HISTORY_STEPS, 0, rows]
+        return drawn
+
+    def tokens_after_drafts(self, step: int, rows: Int64Array) -> Int64Array:
+        """Return what a step with drafts drew after the first of them, the second, and so on, ``[N, len(rows)]``.
+
+        It is ``NOT_DRAWN`` after a draft that was not accepted. The step is as for ``tokens``.
+        """
+        drawn: Int64Array = self._history[step % HISTORY_STEPS, 1:, rows].T
         return drawn
 
     def take_first_tokens(self, slots: Int32Array) -> torch.Tensor:
@@ -625,6 +687,8 @@ class DecodeRunner:
             )
             written = np.concatenate([change.rows, change.emptied])
             self.buffers.write_rows(written, self._state, change.slots, sources)
+            if self.drafts is not None:
+                self.drafts.write_rows(written, change.slots)
             if self.extras.is_in_use or np.count_nonzero(self._state.needs_sampling_extras[change.slots]):
                 self.extras.write_rows(written, change.slots)
             is_written = np.zeros(self.num_rows, np.bool_)
@@ -636,10 +700,22 @@ class DecodeRunner:
         return rows
 
     def _step(self, width: int, _: None = None) -> torch.Tensor:
-        """Compute a step; return its logits."""
-        token_ids, logits = self._compute(self.buffers, width)
-        self.buffers.advance(token_ids)
+        """Compute a step without drafts; return its logits."""
+        buffers, drafts = self.buffers, self.drafts
+        rows = None if drafts is None else drafts.rows_of(buffers, width)
+        token_ids, logits = self._compute(buffers, width, None)
+        if drafts is None or rows is None:
+            buffers.advance(token_ids)
+        else:
+            drafts.accept(token_ids, drafts.none_for(rows), rows, buffers)
         return logits
+
+    def _step_with_drafts(self, width: int, _: None = None) -> None:
+        assert self.drafts is not None, "no drafts were asked for"
+        rows = self.drafts.rows_of(self.buffers, width)
+        proposed = self.drafts.propose(rows)
+        token_ids, _logits = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed))
+        self.drafts.accept(token_ids, proposed, rows, self.buffers)
 
     @torch.inference_mode()
     def _upload_masks(self) -> None:

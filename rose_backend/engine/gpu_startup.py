@@ -62,6 +62,7 @@ _NO_EFFECT = (
     "seed",
     "generation_config",
     "max_queue_size",
+    "adaptive_drafts",
 )
 """Options that choose no kernel."""
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.drafts import MAX_VERIFIED_TOKENS
 from rose_backend.engine.prompt_logprobs import LOGITS_BYTES
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.tuning.measured import constants
@@ -79,16 +80,20 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     prompt whose log-probabilities are asked for. Prompt masks and output counts for
     penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With quantized
     weights, the part of one that is written in half precision, and another for prompts beside decodes. Of each request
-    slot bitmasks of a grammar and of logits processors, and their tables. Plus 256 MiB.
+    slot bitmasks of a grammar and of logits processors, and their tables; with drafts, its tokens, too. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
-    num_rows = min(config.max_num_seqs, config.token_budget)
+    num_rows, tokens = min(config.max_num_seqs, config.token_budget), 0
+    if (drafts := config.drafts) is not None:
+        num_verified = min(num_rows * (drafts.num_speculative_tokens + 1), MAX_VERIFIED_TOKENS)
+        num_rows = max(num_rows, num_verified)
+        tokens = (config.max_num_seqs + 1) * (config.max_model_len or model.max_position_embeddings) * 4
     of_prompts = min(config.token_budget * model.vocab_size * 4, LOGITS_BYTES)
     logits = max(num_rows * model.vocab_size * 24, 2 * of_prompts)
     penalties = (config.max_num_seqs + num_rows) * model.vocab_size * 5
     quantized = 2 * constants("quantized products")["bytes"] if model.quantization is not None else 0
     processors = config.max_num_seqs * (_PROCESSOR_BYTES + model.vocab_size // 4)
-    return hidden + logits + penalties + quantized + processors + _GPU_SLACK_BYTES
+    return hidden + logits + penalties + quantized + processors + tokens + _GPU_SLACK_BYTES
 
 
 def allocate_kv_cache(

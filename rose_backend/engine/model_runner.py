@@ -29,6 +29,7 @@ from rose_backend.engine.decode_runner import (
     sampling_of_rows,
     sampling_tensors,
 )
+from rose_backend.engine.drafts import DraftedInputs, Drafts
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.prompt_logprobs import PendingReport, ReportedRows, report_prompts, take_rows
 from rose_backend.engine.scheduler import Step
@@ -310,7 +311,10 @@ class ModelRunner:
         vocab_size = int(model.config.vocab_size)
         self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
-        self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths)
+        drafts = None
+        if config.drafts is not None:
+            drafts = Drafts(config.drafts, state, self._device, is_adaptive=config.adaptive_drafts)
+        self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths, drafts)
         self.prompts: PromptGraphs | None = None
         self.first_draws: SizedGraphs | None = None
         self.side: SideStream | None = None
@@ -393,7 +397,7 @@ class ModelRunner:
             side.mark()
         split, decode_step, decode_rows = step.num_decodes, 0, np.empty(0, np.int64)
         if split:
-            decode_step, decode_rows = self.decoder.enqueue(step.slots[:split])
+            decode_step, decode_rows = self.decoder.enqueue(step.slots[:split], step.num_drafts)
         chunks, hidden, report = None, None, None
         if split < len(step.slots):
             chunks = self._make_chunks(step.slots[split:], step.num_new_tokens[split:])
@@ -442,27 +446,38 @@ class ModelRunner:
         report = download(pack_logprobs(logits, drawn)) if needs_sampling_extras else None
         return Drawn(download(drawn.token_ids), report)
 
-    def _decode(self, buffers: DecodeBuffers, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_computed = buffers.num_computed_tokens[:width]
-        block_table = buffers.block_table[:width]
-        slot_mapping = None
-        if self._writes_apart:
-            positions = buffers.positions[:width]
-            blocks = block_table.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
-            slot_mapping = blocks * self._block_size + positions % self._block_size
-            slot_mapping = torch.where(num_computed < 0, -1, slot_mapping)
+    def _decode(
+        self, buffers: DecodeBuffers, width: int, drafted: DraftedInputs | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        input_ids, positions = buffers.input_ids[:width], buffers.positions[:width]
+        num_computed, block_table = buffers.num_computed_tokens[:width], buffers.block_table[:width]
+        query_len, starts = 1, None
+        if drafted is not None:
+            input_ids, positions, starts = drafted
+            query_len = len(input_ids) // width
         metadata = AttentionMetadata(
-            query_start_loc=None,
+            query_start_loc=starts,
             num_computed_tokens=num_computed,
             block_table=block_table,
-            slot_mapping=slot_mapping,
+            slot_mapping=self._slot_mapping(num_computed, block_table, query_len),
             num_decodes=width,
+            decode_query_len=query_len,
         )
-        hidden = self._model.forward(
-            buffers.input_ids[:width], buffers.positions[:width], self._kv_cache, metadata
-        )
+        hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata)
         logits = self._model.compute_logits(hidden)
-        return self._sample_tokens(logits, buffers.sampling(width)).token_ids, logits
+        params = buffers.sampling(width) if drafted is None else buffers.sampling_after_drafts(width)
+        return self._sample_tokens(logits, params).token_ids, logits
+
+    def _slot_mapping(
+        self, num_computed: torch.Tensor, block_table: torch.Tensor, query_len: int
+    ) -> torch.Tensor | None:
+        """Return where ``query_len`` tokens of each row are stored; None where attention does that."""
+        if not self._writes_apart:
+            return None
+        places = num_computed.clamp(min=0).long()[:, None] + torch.arange(query_len, device=self._device)
+        blocks = block_table.gather(1, places // self._block_size).long()
+        slots = blocks * self._block_size + places % self._block_size
+        return torch.where(num_computed[:, None] < 0, -1, slots).flatten()
 
     def _draw_first(self, inputs: Inputs) -> None:
         assert self.prompts is not None, "prompts are computed without graphs"

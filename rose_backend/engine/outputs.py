@@ -36,6 +36,12 @@ class EngineStats:
     preemptions: int = 0
     clones: int = 0
     """Blocks copied because a sequence wrote into a shared, partly filled block."""
+    spec_decode_num_drafts: int = 0
+    """Times that a sequence had drafts in a step; these four count as vLLM's of these names."""
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Of the first draft, the second, and so on; empty without ``speculative_config``."""
 
 
 @dataclass(frozen=True, slots=True)

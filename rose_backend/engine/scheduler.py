@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +12,11 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
+from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.outputs import EngineStats
 from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
+from rose_backend.engine.waiting_queue import WaitingQueue
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import (
     MAX_PROMPT_TOKENS_AMONG_DECODES,
@@ -41,6 +42,16 @@ class _Candidate(NamedTuple):
     """That its whole sequence needs."""
 
 
+class _Blocked(NamedTuple):
+    """Was the first in the queue when there were too few blocks for it."""
+
+    completion: Completion
+    num_free_blocks: int
+    """Then."""
+    num_blocks: int
+    """That it needs to be free."""
+
+
 class _Deferred(NamedTuple):
     """Waits for a prefix that another prompt of this step computes. Its slots and blocks are kept for it."""
 
@@ -49,7 +60,7 @@ class _Deferred(NamedTuple):
 
 
 class Admission:
-    """First come, first served: no request overtakes one that waits for slots or blocks.
+    """First come, first served among a tenant's requests: none overtakes one that waits for slots or blocks.
 
     A request is deferred to the next step when another one in this step computes a prefix that both share. Its slot and
     blocks stay reserved while later requests are admitted.
@@ -63,7 +74,7 @@ class Admission:
         commits: DeferredCommits,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
-        self.waiting: deque[Completion] = deque()
+        self.waiting = WaitingQueue()
         self.num_reserved_slots = 0
         """Free slots that are reserved for siblings of running completions."""
         self._manager = manager
@@ -72,7 +83,7 @@ class Admission:
         self._chunked_prefill = config.chunked_prefill
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
-        self._blocked: tuple[Completion, int] | None = None
+        self._blocked: _Blocked | None = None
         self._in_flight_prefixes = InFlightPrefixes(manager, min_tokens_worth_waiting)
 
     def may_admit(self, num_running: int) -> bool:
@@ -82,7 +93,11 @@ class Admission:
         the device half as long as one over eight.
         """
         min_free_slots = min(self._min_arrivals, len(self.waiting))
-        if self._manager.num_free_rows < min_free_slots and num_running:
+        if (
+            self._manager.num_free_rows < min_free_slots
+            and num_running
+            and not self.waiting.first_has_nothing
+        ):
             return False
         return self._may_admit_one(num_running)
 
@@ -91,8 +106,9 @@ class Admission:
             return False
         if self._blocked is None:
             return True
-        blocked, num_free_blocks = self._blocked
-        if blocked is self.waiting[0] and num_running and self._manager.num_free_blocks <= num_free_blocks:
+        blocked = self._blocked
+        is_first = blocked.completion is self.waiting.first
+        if is_first and num_running and self._manager.num_free_blocks <= blocked.num_free_blocks:
             return False
         self._blocked = None
         return True
@@ -117,11 +133,11 @@ class Admission:
         while budget > 0 and self._may_admit_one(num_running + len(candidates)):
             is_first = not num_running and not candidates
             picked = self._pick(
-                self.waiting[0], budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
+                self.waiting.first, budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
             )
             if picked is None:
                 break
-            completion = self.waiting.popleft()
+            completion = self.waiting.take()
             if isinstance(picked, _Deferred):
                 deferred.append(completion)
                 num_reserved_blocks += picked.num_blocks
@@ -131,7 +147,7 @@ class Admission:
             budget -= picked.num_tokens
             num_reserved_blocks += picked.num_new_blocks
         served = self._reserve_first_chunks(candidates)
-        self.waiting.extendleft(reversed(deferred))
+        self._put_back(*reversed(deferred))
         return self._assign_slots(served)
 
     def _pick(
@@ -174,7 +190,7 @@ class Admission:
             # In the next step the cache may supply the blocks it lacks now.
             return _Deferred(num_slots, num_needed) if fits else None
         if not fits:
-            self._blocked = (completion, num_free_blocks - num_reserved_blocks)
+            self._blocked = _Blocked(completion, num_free_blocks - num_reserved_blocks, num_needed + spare)
             return None
         self._in_flight_prefixes.add(token_ids, match, min(num_remaining, budget))
         admission = manager.add(token_ids, namespace=namespace, match=match, counts_lookup=not reports_prompt)
@@ -200,9 +216,34 @@ class Admission:
             candidate = candidates[num_served]
             self._manager.free(np.array([candidate.slot]))
             self.num_reserved_slots -= candidate.completion.num_siblings_to_fork
-            self.waiting.appendleft(candidate.completion)
-            self._blocked = (candidate.completion, self._manager.num_free_blocks)
+            self._put_back(candidate.completion)
+            num_free_blocks = self._manager.num_free_blocks
+            self._blocked = _Blocked(candidate.completion, num_free_blocks, num_free_blocks + 1)
         return candidates[:num_served]
+
+    def _put_back(self, *completions: Completion) -> None:
+        for completion in completions:
+            self.waiting.hold(completion.request.tenant, -1)
+        self.waiting.put_back(completions)
+
+    def lacks_room_for_its_turn(self) -> bool:
+        """Whether the next one's tenant holds no slot, and has to wait for those that another one holds several of.
+
+        Of blocks this says so once they were too few.
+        """
+        if not self.waiting.first_has_nothing:
+            return False
+        first = self.waiting.first
+        num_slots = 1 + first.num_siblings_to_fork
+        if self._manager.num_free_rows - self.num_reserved_slots < num_slots:
+            # No more than is left to the other.
+            return num_slots <= self.waiting.num_held(self.waiting.largest_holder)
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.completion is first
+            and self._manager.num_free_blocks < blocked.num_blocks
+        )
 
     def _reserve(self, candidates: list[_Candidate]) -> bool:
         slots = np.array([candidate.slot for candidate in candidates])
@@ -236,13 +277,17 @@ class Step:
     clone_plan: ClonePlan | None
     has_side_pass: bool = False
     """The other slots' pass runs beside this and later steps, until ``Scheduler.end_pass``."""
+    num_drafts: int = 0
+    """That each decode has, whose positions are reserved."""
 
 
 class Scheduler:
     """Continuous batching: decodes first, then prompts in order of arrival, under one token budget.
 
-    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted: it
-    goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
+    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted of
+    the tenant that holds the most slots: it goes back to the front of its queue and is computed again later. The oldest
+    of all therefore always finishes: no deadlock. So it is preempted, too, for the first request of a tenant that holds
+    no slot.
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled.
@@ -253,6 +298,9 @@ class Scheduler:
     to them. Prompts are computed before the next decodes instead where they are short, see
     ``MAX_PROMPT_TOKENS_AMONG_DECODES``, and while further requests wait: a pass takes longer beside decodes, so fewer
     requests would decode at once.
+
+    Decodes have drafts where none of them needs sampling extras or a grammar, and where there is room for all. What is
+    planned for a slot is what it has at least, as if no draft were accepted; what is reserved is for the most.
 
     A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
     others get their slots then (``fork_siblings``).
@@ -270,7 +318,8 @@ class Scheduler:
         may_overlap: Callable[[int, int, int], bool] | None = None,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
-        self.counters = EngineStats()
+        num_drafts = 0 if config.drafts is None else config.drafts.num_speculative_tokens
+        self.counters = EngineStats(spec_decode_num_accepted_tokens_per_pos=(0,) * num_drafts)
         """What the scheduler and the step pipeline count."""
         self._admission = Admission(config, manager, state, commits, min_tokens_worth_waiting)
         self.waiting = self._admission.waiting
@@ -282,16 +331,20 @@ class Scheduler:
         self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget = config.token_budget
+        self._num_drafts = self.num_drafts_wanted = num_drafts
+        """Of each decode in the next step: all or none."""
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
         self._repeated_slots: Int32Array = np.empty(0, np.int32)
+        self._num_repeated_drafts = self._num_drafts_planned = 0
         self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        if self._num_repeats <= 0 or self._may_admit():
+        has_changed = self.num_drafts_wanted != self._num_drafts_planned
+        if self._num_repeats <= 0 or has_changed or self._may_admit() or self._must_make_room():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -301,7 +354,8 @@ class Scheduler:
         """Take some blocks that running requests will soon need. Call it in every step, right before the host waits."""
         if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
             slots, state = self._repeated_slots, self._state
-            num_tokens = state.num_planned_tokens(slots) + (self._num_repeats + 1)
+            num_tokens = state.num_planned_tokens(slots) + state.num_drafts_ahead[slots]
+            num_tokens += (self._num_repeats + 1) * (self._num_repeated_drafts + 1)
             self._may_be_short = top_up(self._manager, slots, num_tokens, state.max_num_tokens)
 
     def schedule(self, num_in_flight: int = 0) -> Step | None:
@@ -314,6 +368,10 @@ class Scheduler:
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
         """
+        if self._must_make_room():
+            if num_in_flight:
+                return None
+            self._make_room()
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
             return None
@@ -378,7 +436,10 @@ class Scheduler:
         self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
         self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
         self._state.num_siblings_to_fork[slots] = 0
-        return self._state.clear(slots)
+        completions = self._state.clear(slots)
+        for completion in completions:
+            self.waiting.hold(completion.request.tenant, -1)
+        return completions
 
     def _defer_decodes(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
@@ -395,13 +456,15 @@ class Scheduler:
     def _budget_left(self, slots: Int32Array, counts: Int32Array) -> int:
         """Return how many more prompt tokens fit into a step of these, the first of which decode one token each.
 
-        Decodes that may be left out take no room: prompts fill half of the step, or there is room for both.
+        Decodes that may be left out take no room: prompts fill half of the step, or there is room for both. Others
+        take room for their drafts, too.
         """
         budget = self._token_budget - int(counts.sum())
-        if self._prompts_first:
-            num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
-            budget += num_decodes if 2 * num_decodes <= self._token_budget else 0
-        return budget
+        num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
+        if self._prompts_first and 2 * num_decodes <= self._token_budget:
+            return budget + num_decodes
+        num_drafts = num_decodes * self.num_drafts_wanted
+        return budget - num_drafts if num_drafts < budget else budget
 
     def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
         is_decode = (counts == 1) & (self._num_remaining(slots) == 1)
@@ -414,7 +477,40 @@ class Scheduler:
         has_side_pass = self._has_side_pass(num_decodes, slots[num_decodes:], counts[num_decodes:])
         if has_side_pass:
             self._slots_in_pass = slots[num_decodes:]
-        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass)
+        num_drafts = self._draft(slots[:num_decodes], int(counts.sum()))
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan(), has_side_pass, num_drafts)
+
+    def _draft(self, slots: Int32Array, num_tokens: int) -> int:
+        """Return how many drafts each of ``slots``, which decode, has in a step of ``num_tokens`` without them.
+
+        Their positions are reserved then.
+        """
+        num_drafts, state = self.num_drafts_wanted, self._state
+        self._num_drafts_planned = num_drafts
+        if (
+            not num_drafts
+            or not 0 < len(slots) <= max_drafted_rows(num_drafts)
+            or num_tokens + len(slots) * num_drafts > self._token_budget
+            or np.count_nonzero(state.has_grammar[slots])
+            or state.needs_extras_now(slots)
+        ):
+            return 0
+        ahead = self._num_ahead(slots, np.ones(len(slots), np.int32), num_drafts)
+        return num_drafts if reserve_ahead(self._manager, slots, ahead, state.max_num_tokens) else 0
+
+    def _num_ahead(self, slots: Int32Array, counts: Int32Array, num_drafts: int) -> Int32Array:
+        """Return how many tokens after the committed ones a step may need room for that computes ``counts``.
+
+        Args:
+            num_drafts: of each slot in that step.
+        """
+        state = self._state
+        ahead = counts + state.num_uncommitted_tokens[slots]
+        if not self._num_drafts:
+            return ahead
+        # The last token is never computed, and drafts from there on need no room: they are not accepted.
+        most = state.max_num_tokens[slots] - 1 - self._manager.num_computed_tokens[slots]
+        return np.maximum(np.minimum(ahead + state.num_drafts_ahead[slots] + num_drafts, most), ahead)
 
     def _has_side_pass(self, num_decodes: int, slots: Int32Array, counts: Int32Array) -> bool:
         """Return whether prompt chunks of ``counts`` tokens of ``slots`` run beside ``num_decodes``."""
@@ -432,12 +528,16 @@ class Scheduler:
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps repeat this one if no request joins or leaves."""
         self._repeated_slots = slots = step.slots[: step.num_decodes]
+        self._num_repeated_drafts = num_drafts = step.num_drafts
         if len(slots) < len(self._running_beside_pass()):
             return 0
-        planned = self._state.num_planned_tokens(slots)
-        room = (
-            np.minimum(self._state.max_num_tokens[slots], self._manager.table.capacity[slots] + 1) - planned
-        )
+        state, capacity = self._state, self._manager.table.capacity[slots]
+        planned, most = state.num_planned_tokens(slots), state.max_num_tokens[slots]
+        if not self._num_drafts:
+            return int((np.minimum(most, capacity + 1) - planned).min()) - 1
+        # Every repeat may take as many positions as it has tokens, until all that are ever needed are there.
+        room = (capacity + 1 - planned - state.num_drafts_ahead[slots]) // (num_drafts + 1)
+        room = np.where(capacity >= most - 1, most - planned, np.minimum(room, most - planned))
         return int(room.min()) - 1
 
     def _num_remaining(self, slots: Int32Array) -> Int32Array:
@@ -451,7 +551,7 @@ class Scheduler:
         was_short = False
         while True:
             slots, counts = self._pick_running()
-            ahead = counts + self._state.num_uncommitted_tokens[slots]
+            ahead = self._num_ahead(slots, counts, 0)
             if not len(slots) or reserve_ahead(self._manager, slots, ahead, self._state.max_num_tokens):
                 return slots, counts, was_short
             if not may_preempt:
@@ -459,7 +559,7 @@ class Scheduler:
                 return None
             if len(self.running_slots) == 1:
                 raise IntegrityError("the block pool cannot serve its only sequence")
-            self._preempt_newest()
+            self._preempt()
             was_short = True
 
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
@@ -502,12 +602,27 @@ class Scheduler:
     def _may_admit(self) -> bool:
         return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
-    def _preempt_newest(self) -> None:
+    def _must_make_room(self) -> bool:
+        return not len(self._slots_in_pass) and self._admission.lacks_room_for_its_turn()
+
+    def _make_room(self) -> None:
+        """Preempt requests of the tenant that holds the most slots for the first one of a tenant that holds none."""
+        while self._must_make_room():
+            self._preempt()
+
+    def _preempt(self) -> None:
+        """Preempt the newest request of those tenants that hold the most slots: never the oldest one of all."""
         slot = self.running_slots[-1:]
+        most = self.waiting.num_held(self.waiting.largest_holder)
+        for index in range(len(self.running_slots) - 1, -1, -1):
+            tenant = self._state.completion(int(self.running_slots[index])).request.tenant
+            if self.waiting.num_held(tenant) == most:
+                slot = self.running_slots[index : index + 1]
+                break
         num_computed = int(self._manager.num_computed_tokens[slot[0]])
         completion = self.release(slot)[0]
         completion.num_computed_before = max(completion.num_computed_before, num_computed)
-        self.waiting.appendleft(completion)
+        self.waiting.put_back([completion])
         self.counters.preemptions += 1
 
     def _admit(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -533,5 +648,6 @@ class Scheduler:
             sibling = self._input_processor.make_completion(parent.request, index, parent.seed)
             parent.request.completions.append(sibling)
             self._state.fill(slot, sibling)
+        self.waiting.hold(parent.request.tenant, num_children)
         self.running_slots = np.concatenate([self.running_slots, children])
         return children

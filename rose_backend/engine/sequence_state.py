@@ -68,9 +68,11 @@ class SequenceState:
         self.min_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """No stop token is drawn while the slot has fewer."""
         self.num_unread_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """Tokens drawn, or to be drawn, by steps whose outcome the host has not read."""
+        """Tokens drawn, or to be drawn, by steps whose outcome the host has not read; one of each step."""
         self.num_uncommitted_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """Tokens computed, or to be computed, by decode steps whose outcome the host has not read."""
+        """Tokens computed, or to be computed, by decode steps whose outcome the host has not read; without drafts."""
+        self.num_drafts_ahead: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Drafts in those steps: as many more tokens may be computed."""
         self.num_held_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Tokens whose computing step was read, held back until no stop string was found before them."""
         self.is_on_device = np.zeros(max_num_seqs, np.bool_)
@@ -170,7 +172,12 @@ class SequenceState:
             completion.slot = -1
             self.completions[slot] = None
             cleared.append(completion)
-        for counts in (self.num_unread_tokens, self.num_uncommitted_tokens, self.num_held_tokens):
+        for counts in (
+            self.num_unread_tokens,
+            self.num_uncommitted_tokens,
+            self.num_drafts_ahead,
+            self.num_held_tokens,
+        ):
             counts[slots] = 0
         self.is_on_device[slots] = False
         self.generation[slots] += 1
@@ -213,8 +220,18 @@ class SequenceState:
         assert completion is not None, f"request slot {slot} holds no completion"
         return completion
 
-    def num_planned_tokens(self, slots: Int32Array) -> Int32Array:
-        """Return how many tokens ``slots`` have when every step in flight is over."""
+    def needs_extras_now(self, slots: IntArray) -> bool:
+        """Whether a decode step over ``slots`` has to draw again, see ``SamplingExtras``."""
+        may_need = self.needs_sampling_extras[slots]
+        if not np.count_nonzero(may_need):
+            return False
+        is_short = self.num_planned_tokens(slots) < self.min_num_tokens[slots]
+        needs = is_short | self.uses_penalties[slots] | (self.num_logprobs[slots] >= 0)
+        needs |= self.uses_processors[slots]
+        return bool(np.count_nonzero(needs & may_need))
+
+    def num_planned_tokens(self, slots: IntArray) -> Int32Array:
+        """Return how many tokens ``slots`` have, at least, when every step in flight is over."""
         planned: Int32Array = self.num_tokens[slots] + self.num_unread_tokens[slots]
         return planned
 

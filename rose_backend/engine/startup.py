@@ -373,6 +373,8 @@ class StartUpReport:
             "a step at most",
             f"{self.config.max_num_seqs:,} sequences, {self.config.token_budget:,} tokens",
         )
+        if self.config.drafts is not None:
+            yield "drafts", str(self.config.drafts)
         if self.cpu_threads is not None:
             yield "CPU threads", self.cpu_threads
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
+from rose_backend.engine.drafts import AdaptiveDrafts
 from rose_backend.engine.model_runner import Chunks, Drawn, Hidden, ModelRunner, SideStream
 from rose_backend.engine.output_thread import (
     Ending,
@@ -27,6 +28,7 @@ from rose_backend.engine.prompt_logprobs import PendingReport
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Array, Int64Array, SequenceState
+from rose_backend.kernels.arguments import NOT_DRAWN
 
 _NO_SLOTS: Int32Array = np.zeros(0, np.int32)
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)
@@ -190,6 +192,8 @@ class _StepInFlight:
     is_over: torch.cuda.Event | None
     report: PendingReport | None = None
     """Log-probabilities of prompts, whether or not these are whole."""
+    num_drafts: int = 0
+    """That each decode has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +248,8 @@ class StepPipeline:
         self._state = state
         self._scheduler = scheduler
         self._runner = runner
+        drafts = runner.decoder.drafts
+        self._adaptive_drafts = None if drafts is None else drafts.adaptive
         self._commits = commits
         self._incremental_detokenization = incremental_detokenization
         runner.follow_tokens(self._tokens_ahead)
@@ -265,14 +271,15 @@ class StepPipeline:
         """Steps that were started and not read."""
         return len(self._in_flight)
 
-    def advance(self, num_unchecked: int = 0) -> SampledTokens | None:
+    def advance(self, num_unchecked: int = 0) -> Iterator[SampledTokens] | None:
         """Start a step if there is one to start, and read the oldest one if more than ``depth`` are in flight.
 
         Args:
             num_unchecked: completions whose stop check is open: they may have ended at a token that was read before.
 
         Returns:
-            What the oldest step drew; None when no step was read.
+            What the oldest step drew, a token of each slot at a time: drafts may have given some of them further
+            ones, which count only for slots that have not ended before. None when no step was read.
         """
         in_flight = self._in_flight
         if len(in_flight) > self._depth:
@@ -280,12 +287,18 @@ class StepPipeline:
             return self._read(in_flight.popleft())
         started = self._start_next(num_unchecked)
         if started is None:
-            return self._read(in_flight.popleft()) if in_flight else None
+            if in_flight:
+                return self._read(in_flight.popleft())
+            if self._adaptive_drafts is not None:
+                self._adaptive_drafts.note_other_step()
+            return None
         in_flight.append(started)
         # Not while prompts are computed: the device would wait for the host. Tokens go to the output thread last: it
         # competes for the interpreter lock with whatever the host does afterwards.
         if started.drawn is None:
             self._scheduler.top_up()
+            if self._adaptive_drafts is not None and not self._scheduler.num_drafts_wanted:
+                self._adaptive_drafts.look(self._scheduler.running_slots)
             if self._commits.commit_some():
                 self._incremental_detokenization.send_next()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
@@ -294,6 +307,8 @@ class StepPipeline:
         """Repeat the newest step, or start a scheduled one; None when there is nothing to do now."""
         if self._chunks is not None and self._is_pass_due():
             self._end_pass()
+        if self._adaptive_drafts is not None and (num_running := len(self._scheduler.running_slots)):
+            self._scheduler.num_drafts_wanted = self._adaptive_drafts.choose(num_running)
         if self._newest is not None and self._scheduler.repeat():
             self._num_steps_beside -= 1
             return self._start_again(self._newest)
@@ -332,6 +347,7 @@ class StepPipeline:
         if not num_ahead:
             self._commits.flush()
         state.num_unread_tokens.fill(0)
+        state.num_drafts_ahead.fill(0)
         state.num_uncommitted_tokens[:] = state.num_held_tokens
         self._commits.count(state.num_uncommitted_tokens)
         for step in self._in_flight:
@@ -339,6 +355,7 @@ class StepPipeline:
             batch = step.batch if is_live is None else step.batch.only(is_live)
             state.num_unread_tokens[batch.slots] += 1
             state.num_uncommitted_tokens[batch.decode_slots] += 1
+            state.num_drafts_ahead[batch.decode_slots] += step.num_drafts
 
     def _start(self, step: Step) -> _StepInFlight:
         self._count(step)
@@ -362,6 +379,7 @@ class StepPipeline:
             drawn,
             self._record(),
             forwarded.report,
+            step.num_drafts,
         )
 
     @property
@@ -423,7 +441,7 @@ class StepPipeline:
     def _start_again(self, last: _StepInFlight) -> _StepInFlight:
         """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
-        self.counters.computed_tokens += len(last.batch.slots)
+        self.counters.computed_tokens += len(last.batch.slots) * (last.num_drafts + 1)
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
             last.batch,
@@ -432,6 +450,7 @@ class StepPipeline:
             last.needs_sampling_extras,
             None,
             self._record(),
+            num_drafts=last.num_drafts,
         )
 
     def _record(self) -> torch.cuda.Event | None:
@@ -462,9 +481,11 @@ class StepPipeline:
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
         return token_ids if step.drawn is None else np.concatenate([step.drawn.token_ids.numpy(), token_ids])
 
-    def _read(self, step: _StepInFlight) -> SampledTokens:
+    def _read(self, step: _StepInFlight) -> Iterator[SampledTokens]:
         batch, token_ids = step.batch, self._wait_for_tokens(step)
         logprobs = self._logprobs(step)
+        if self._adaptive_drafts is not None:
+            self._note_time(step, self._adaptive_drafts)
         is_live = batch.live()
         if is_live is not None:
             batch, token_ids = batch.only(is_live), token_ids[is_live]
@@ -475,7 +496,47 @@ class StepPipeline:
         elif len(batch.decode_slots):
             self._commits.add(batch.decode_slots)
         prompts = None if step.report is None else step.report.read()
-        return SampledTokens(batch, token_ids, logprobs, prompts)
+        if not step.num_drafts:
+            yield SampledTokens(batch, token_ids, logprobs, prompts)
+            return
+        num_decodes = len(step.batch.decode_slots)
+        columns = self._runner.decoder.tokens_after_drafts(step.decode_step, step.decode_rows)
+        is_drawn = columns != NOT_DRAWN
+        if is_live is not None:
+            is_drawn[:, ~is_live[len(is_live) - num_decodes :]] = False
+        self._count_drafts(is_drawn, len(batch.decode_slots))
+        yield SampledTokens(batch, token_ids, logprobs, prompts)
+        slots, generations = step.batch.decode_slots, step.batch.generations[-num_decodes:]
+        for token_ids, has_token in zip(columns, is_drawn, strict=True):
+            # With the tokens before it a request may have ended.
+            live = np.flatnonzero(has_token & (self._state.generation[slots] == generations))
+            if not len(live):
+                return
+            batch = Batch.of(self._state, slots[live], len(live))
+            self._commits.add(batch.decode_slots)
+            yield SampledTokens(batch, token_ids[live], None)
+
+    def _note_time(self, step: _StepInFlight, adaptive: AdaptiveDrafts) -> None:
+        """Note the time of a step that was read, unless it did more than to decode in the plain way."""
+        is_plain = step.drawn is None and self._chunks is None and not step.needs_sampling_extras
+        if is_plain and not np.count_nonzero(self._state.has_grammar[step.batch.slots]):
+            adaptive.note_step(step.num_drafts, len(step.batch.slots))
+        else:
+            adaptive.note_other_step()
+
+    def _count_drafts(self, is_accepted: NDArray[np.bool_], num_requests: int) -> None:
+        """Count the drafts, ``[N, D]``, of ``num_requests`` of ``D``; others have none that is accepted."""
+        counters, num_drafts = self.counters, len(is_accepted)
+        by_place = np.count_nonzero(is_accepted, axis=1).tolist()
+        before = counters.spec_decode_num_accepted_tokens_per_pos
+        if self._adaptive_drafts is not None and num_requests:
+            self._adaptive_drafts.note_accepted(sum(by_place) / num_requests)
+        counters.spec_decode_num_drafts += num_requests
+        counters.spec_decode_num_draft_tokens += num_drafts * num_requests
+        counters.spec_decode_num_accepted_tokens += sum(by_place)
+        counters.spec_decode_num_accepted_tokens_per_pos = tuple(
+            sum(each) for each in zip(before, by_place, strict=True)
+        )
 
     def _logprobs(self, step: _StepInFlight) -> LogprobWords | None:
         drawn = None if step.drawn is None else step.drawn.report
@@ -494,7 +555,7 @@ class StepPipeline:
     def _count(self, step: Step) -> None:
         slots, counts, counters, state = step.slots, step.num_new_tokens, self.counters, self._state
         counters.steps += 1
-        counters.computed_tokens += int(counts.sum())
+        counters.computed_tokens += int(counts.sum()) + step.num_decodes * step.num_drafts
         start = self._manager.num_computed_tokens[slots] + state.num_uncommitted_tokens[slots]
         # Nearly all requests of nearly all steps compute a token that is neither the prompt's nor lost by a preemption.
         matters = np.flatnonzero(start < state.num_known_before[slots])

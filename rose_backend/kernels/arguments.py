@@ -216,6 +216,31 @@ class LogitsProcessors(NamedTuple):
     """[N, M] float32, finite: added to the logits of ``bias_token_ids``."""
 
 
+NOT_DRAWN = -2
+"""In place of a token after the last one that a row gets in a step with drafts."""
+
+
+class DraftedRows(NamedTuple):
+    """Rows of a decode step that may have drafts, and the tokens of the requests in them."""
+
+    slots: torch.Tensor
+    """[R] int64: row of ``token_ids`` that has the request's tokens. Padding rows have one that no request has."""
+    token_ids: torch.Tensor
+    """[MR, S] int32: prompt and output of each request; those that the row has, its newest one included, are known."""
+    input_ids: torch.Tensor
+    """[R] int64: each row's newest token."""
+    num_computed_tokens: torch.Tensor
+    """[R] int32: tokens before the newest one; negative in padding rows."""
+    positions: torch.Tensor
+    """[R] int64: of the newest token."""
+    draw_positions: torch.Tensor
+    """[R] int64: of the token after it."""
+
+    def first(self, num_rows: int) -> DraftedRows:
+        """Return the first rows."""
+        return DraftedRows(self.slots[:num_rows], self.token_ids, *(each[:num_rows] for each in self[2:]))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """How to choose the next token of each row: logits processors, penalties, temperature, min-p, top-k, top-p, in this

@@ -41,11 +41,14 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor | None
     """[T] int64: block id * BS + offset of each token, -1 for padding. Read only with ``fused_kv_append`` off."""
     num_decodes: int
-    """So many requests in front have one token each and take decode attention; the others take prefill attention."""
+    """So many requests in front have ``decode_query_len`` tokens each and take decode attention; the others take
+    prefill attention."""
     mean_query_len: float | None = None
     """Tokens per request that prefill attention chooses its tiles for; None: tokens / rows, padding included."""
     last_tokens_only: bool = False
     """Return the hidden state of each request's last token only; for steps without decodes."""
+    decode_query_len: int = 1
+    """More than 1 needs ``query_start_loc``, and that no request takes prefill attention."""
 
 
 @dataclass(slots=True)
@@ -147,11 +150,18 @@ class PagedAttention:
         self._options = options
         self._step = step = AttentionStep(None, None, slots)
         self.appends = fused_kv_append
-        self.decodes_only = num_tokens == split
-        self.rotates = self.appends and self.decodes_only
+        query_len = metadata.decode_query_len
+        self.decodes_only = num_tokens == split * query_len
+        self.rotates = self.appends and self.decodes_only and query_len == 1
         self.last_tokens: torch.Tensor | None = None
         if split:
-            step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
+            step.decode = AttentionRows(
+                slice(0, split * query_len),
+                tables[:split],
+                computed[:split],
+                None if query_len == 1 else metadata.query_start_loc,
+                max_query_len=query_len,
+            )
             plan_decode(step.decode, step.decode.kv(*kv_cache[0].unbind(0)), options)
         if computed.shape[0] > split:
             assert metadata.query_start_loc is not None, "prefill attention needs query_start_loc"

@@ -132,17 +132,34 @@ class ServerMetrics(Collector):
             ("num_requests_waiting", "Requests that wait for one.", load.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", load.kv_cache_usage),
         )
-        counters = (
+        counters: tuple[tuple[str, str, float], ...] = (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found there.", hits),
             ("num_preemptions", "Running sequences that were preempted.", stats.preemptions),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
         )
+        if stats.spec_decode_num_accepted_tokens_per_pos:
+            counters += (
+                ("spec_decode_num_drafts", "Times that a sequence had drafts.", stats.spec_decode_num_drafts),
+                ("spec_decode_num_draft_tokens", "Draft tokens.", stats.spec_decode_num_draft_tokens),
+                ("spec_decode_num_accepted_tokens", "Those accepted.", stats.spec_decode_num_accepted_tokens),
+            )
+            yield self._accepted_by_position(stats.spec_decode_num_accepted_tokens_per_pos)
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, value in numbers:
                 metric = family(f"rose:{name}", text, labels=_LABELS)
                 metric.add_metric([self._model_name], value)
                 yield metric
+
+    def _accepted_by_position(self, numbers: tuple[int, ...]) -> Metric:
+        metric = CounterMetricFamily(
+            "rose:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their place after the newest token.",
+            labels=[*_LABELS, "position"],
+        )
+        for position, number in enumerate(numbers):
+            metric.add_metric([self._model_name, str(position)], number)
+        return metric
 
 
 def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:
@@ -219,7 +236,8 @@ class CacheNamespaces:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._is_per_key = bool(settings.api_keys) and not settings.share_prefix_cache
+        self._has_keys = bool(settings.api_keys)
+        self._is_per_key = self._has_keys and not settings.share_prefix_cache
         self._secret = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
     def namespace(self, headers: Headers, cache_salt: str | None) -> bytes:
@@ -237,6 +255,17 @@ class CacheNamespaces:
         if not key and cache_salt is None:
             return b""
         salt = b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
+        return self._digest(key, salt)
+
+    def tenant(self, headers: Headers) -> bytes:
+        """Return who waits for slots beside the holders of other keys; empty where the server has no keys.
+
+        Args:
+            headers: of a request that has been authorized.
+        """
+        return self._digest(given_key(headers).encode(), b"") if self._has_keys else b""
+
+    def _digest(self, key: bytes, salt: bytes) -> bytes:
         # With its length in front, no key and salt read like another key and salt. A salt is never empty.
         message = len(key).to_bytes(8, "little") + key + salt
         return blake2b(message, key=self._secret, digest_size=32).digest()

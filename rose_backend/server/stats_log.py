@@ -40,6 +40,8 @@ class StatsLog:
         # Tokens after a stop string are taken back once the text is known.
         num_generated = max(stats.generated_tokens - last.generated_tokens, 0)
         preemptions = stats.preemptions - last.preemptions
+        num_drafts = stats.spec_decode_num_draft_tokens - last.spec_decode_num_draft_tokens
+        num_accepted = stats.spec_decode_num_accepted_tokens - last.spec_decode_num_accepted_tokens
         parts = [
             f"Avg prompt throughput: {num_prompt / seconds:.1f} tokens/s",
             f"Avg generation throughput: {num_generated / seconds:.1f} tokens/s",
@@ -48,6 +50,7 @@ class StatsLog:
             *([f"Preemptions: {preemptions}"] if preemptions else []),
             f"KV cache usage: {load.kv_cache_usage:.1%}",
             *([f"Prefix cache hit rate: {hits / queries:.1%}"] if queries else []),
+            *([f"Avg Draft acceptance rate: {num_accepted / num_drafts:.1%}"] if num_drafts else []),
         ]
         # Requests that run or wait without a token are worth a line, too.
         is_idle = not (num_prompt or num_generated or load.num_running or load.num_waiting)

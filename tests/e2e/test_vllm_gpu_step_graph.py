@@ -26,10 +26,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.support.engines import as_flags
+from rose_backend.draft_depth import DraftDepth
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps

@@ -44,6 +44,7 @@ QWEN3 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 1000,
 }
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3}
 EXPERTS = {"_add_experts_kernel", "_choose_experts_kernel", "_expert_product_kernel"}
 ALWAYS = {
     "_advance_rows_kernel",
@@ -83,6 +84,18 @@ def test_a_start_is_recorded_from_config_alone(qwen3_path: Path, tiny_model_path
     assert set(gpt2) == ALWAYS
     # Kernels that only captured graphs launch, and one for each size of a batch.
     assert gpt2["_advance_rows_kernel"] > 5 and gpt2["small_batch_linear_kernel"] > 5
+
+
+def test_a_start_with_drafts_has_kernels_for_them(qwen3_path: Path) -> None:
+    drafts = {"_look_up_kernel", "_draft_kernel", "_accept_kernel"}
+    recorded = record(qwen3_path, max_num_seqs=64, speculative_config=N_GRAMS)
+    assert set(recorded) == (ALWAYS - {"_advance_rows_kernel"}) | drafts | {
+        "_rotate_kernel",
+        "_silu_mul_kernel",
+    }
+    assert recorded["_paged_decode_kernel"] > record(qwen3_path, max_num_seqs=64)["_paged_decode_kernel"]
+    # Other drafts than these are looked up by the same kernel.
+    assert recorded["_look_up_kernel"] == 1
 
 
 def test_experts_of_all_batches_are_a_few_kernels(qwen3_path: Path) -> None:
@@ -171,10 +184,11 @@ def test_kernels_do_not_depend_on_the_number_of_blocks(
     assert record_start(tiny_model_path, config, H100) == few
 
 
-def test_recording_is_quick_to_import(qwen3_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"speculative_config": N_GRAMS}], ids=["plain", "drafts"])
+def test_recording_is_quick_to_import(qwen3_path: Path, options: dict[str, Any]) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.engine.test_compile_ahead import record; "
-        f"record(Path({str(qwen3_path)!r})); assert not {{'torch._dynamo', 'sympy'}} & set(sys.modules)"
+        f"record(Path({str(qwen3_path)!r}), **{options!r}); assert not {{'torch._dynamo', 'sympy'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,11 +15,12 @@ import pytest
 from rose_backend.compile_ahead.recorded_launches import RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
 from rose_backend.engine import gpu_startup as start_kernels
+from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.gpu_startup import launch_everything, record_start
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.scheduler import Step
 from rose_backend.kernels.gpu_properties import GpuProperties
-from tests.engine.test_compile_ahead import H100, LLAMA_8B, QWEN3
+from tests.engine.test_compile_ahead import H100, LLAMA_8B, N_GRAMS, QWEN3
 
 NUM_STEPS = 250
 SHORT = {"max_position_embeddings": 2048}
@@ -104,7 +105,10 @@ class RandomSteps:
         self._state.num_prompt_tokens[rows] = longest
         asks = rng.random(len(rows)) < rng.choice([0, 0.1, 1])
         self._state.num_prompt_logprobs[rows] = np.where(asks, rng.integers(0, 21, len(rows)), -1)
-        forwarded = self._runner.forward(Step(rows, counts, num_decodes, self._clones()))
+        num_drafts = self._num_drafts(rows[:num_decodes])
+        forwarded = self._runner.forward(
+            Step(rows, counts, num_decodes, self._clones(), num_drafts=num_drafts)
+        )
         if num_chunks:
             due = np.flatnonzero(rng.random(num_chunks) < 0.7)
             if len(due):
@@ -116,6 +120,13 @@ class RandomSteps:
         """Return 1 to ``most``, small ones, powers of two and their neighbors more often."""
         near = int(2 ** self._rng.uniform(0, np.log2(most + 1)))
         return int(np.clip(self._rng.choice([near, near - 1, near + 1, near // 16 * 16]), 1, most))
+
+    def _num_drafts(self, decodes: np.ndarray) -> int:
+        drafts, state = self._limits.drafts, self._state
+        if drafts is None or not 0 < len(decodes) <= max_drafted_rows(drafts.num_speculative_tokens):
+            return 0
+        is_plain = not (state.needs_sampling_extras | state.has_grammar)[decodes].any()
+        return drafts.num_speculative_tokens if is_plain and self._rng.random() < 0.8 else 0
 
     def _clones(self) -> Any:
         if self._rng.random() < 0.7:
@@ -132,6 +143,18 @@ CASES: dict[str, tuple[dict[str, Any], GpuProperties, dict[str, Any]]] = {
     "GPT-2, float32": (GPT2, H100, {"dtype": "float32", "max_num_seqs": 48}),
     "Qwen3, many rows": (QWEN3, H100, {"max_num_seqs": 700}),
     "Llama": (QWEN3 | LLAMA_8B, H100, {}),
+    "Llama, drafts": (QWEN3 | LLAMA_8B, H100, {"speculative_config": N_GRAMS, "max_num_seqs": 200}),
+    "Qwen3, drafts, launched": (
+        QWEN3,
+        A100,
+        {
+            "speculative_config": N_GRAMS | {"num_speculative_tokens": 4},
+            "cuda_graph": False,
+            "max_num_seqs": 90,
+        },
+    ),
+    "experts, drafts": (QWEN3 | QWEN3_MOE, H100, {"speculative_config": N_GRAMS, "max_num_seqs": 40}),
+    "float8 rows, drafts": (QWEN3 | LLAMA_8B | ROWS, H100, {"speculative_config": N_GRAMS}),
     "Llama, launched": (QWEN3 | LLAMA_8B, A100, {"cuda_graph": False, "max_num_seqs": 300}),
     "experts": (QWEN3 | QWEN3_MOE, H100, {}),
     "experts, few tokens": (

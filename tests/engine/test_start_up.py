@@ -40,6 +40,7 @@ from rose_backend.scheduling import default_token_budget
 from tests.support.quantized_checkpoints import describe
 
 GIB = 1 << 30
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3}
 ON_GPU = StartUpReport(
     config=EngineConfig(model="m", max_num_batched_tokens=16_384),
     memory={
@@ -368,11 +369,64 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
         ({"block_size": 0}, "block_size: got 0, allowed is an integer from 1 to"),
         ({"max_model_len": 1}, "max_model_len: got 1, allowed is an integer from 2 to"),
         ({"dtype": "int8"}, "dtype: got 'int8', allowed are auto, float32, float16, bfloat16"),
+        (
+            {"speculative_config": "ngram"},
+            "speculative_config: got 'ngram', allowed is an object with the fields",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"draft_model": "x"}},
+            r"speculative_config: unknown field 'draft_model' \(valid: method, num_speculative_tokens, prompt",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"prompt_lookup_maxx": 1}},
+            "speculative_config: unknown field 'prompt_lookup_maxx'; did you mean 'prompt_lookup_max'",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"method": "eagle3"}},
+            "speculative_config.method: got 'eagle3', allowed are ngram, ngram_gpu",
+        ),
+        (
+            {"speculative_config": {"num_speculative_tokens": 3}},
+            "speculative_config.method: got none, allowed are ngram, ngram_gpu",
+        ),
+        (
+            {"speculative_config": {"method": "ngram"}},
+            "speculative_config.num_speculative_tokens: got none or 0, allowed is an integer from 1 to 7",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"num_speculative_tokens": 8}},
+            "speculative_config.num_speculative_tokens: got 8, allowed is an integer from 1 to 7",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"prompt_lookup_min": True}},
+            "speculative_config.prompt_lookup_min: got True, allowed is an integer from 1 to 1024",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}},
+            "speculative_config.prompt_lookup_min: got 4, allowed are 1 to prompt_lookup_max, which is 3",
+        ),
     ],
 )
 def test_errors_name_field_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         EngineConfig(model="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [({}, (5, 5)), ({"max": 4}, (4, 4)), ({"min": 2}, (2, 2)), ({"min": 2, "max": 3}, (2, 3))],
+)
+def test_drafts_have_the_defaults_of_vllm(given: dict[str, int], lookup: tuple[int, int]) -> None:
+    fields = N_GRAMS | {f"prompt_lookup_{name}": number for name, number in given.items()}
+    config = EngineConfig(model="m", speculative_config=fields)
+    drafts = config.drafts
+    assert (drafts.prompt_lookup_min, drafts.prompt_lookup_max, drafts.num_speculative_tokens) == (*lookup, 3)
+    assert replace(config, seed=1).drafts == drafts
+    line = dict(replace(ON_GPU, config=replace(config, max_num_batched_tokens=64)).lines())["drafts"]
+    assert line == (
+        f"3 a request in a step, by ngram: what followed the last {lookup[0]} to {lookup[1]} tokens before"
+    )
+    assert "drafts" not in dict(ON_GPU.lines())
 
 
 def test_tokenizer_file_is_read_as_transformers_reads_it(tiny_model_path: Path) -> None:

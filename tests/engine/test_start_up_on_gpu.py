@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from rose_backend import LLM, SamplingParams
 from rose_backend.compile_ahead.pool import watch_compilations
 from rose_backend.engine import gpu_startup as start_kernels
+from tests.engine.test_drafts import n_grams
 from tests.support.crowd import crowd
 from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
@@ -79,6 +80,8 @@ def serve_everything(llm: LLM) -> None:
         {"max_num_batched_tokens": 61, "max_num_seqs": 13},
         {"num_blocks": 130},
         {"dtype": "float32"},
+        {"speculative_config": n_grams(3)},
+        {"speculative_config": n_grams(6), "cuda_graph": False},
     ],
     ids=str,
 )
@@ -181,8 +184,9 @@ def test_report_agrees_with_the_device(gpt2_124m_path: Path) -> None:
         assert memory["KV pool"] == 3000 * 16 * 12 * 2 * 768 * 2
 
 
-def test_steps_take_no_more_than_was_set_aside(gpt2_124m_path: Path) -> None:
-    with LLM(str(gpt2_124m_path), **{**OPTIONS, "num_blocks": 9000, "max_num_seqs": 256}) as llm:
+@pytest.mark.parametrize("more", [{}, {"speculative_config": n_grams(7)}], ids=["plain", "drafts"])
+def test_steps_take_no_more_than_was_set_aside(gpt2_124m_path: Path, more: dict[str, Any]) -> None:
+    with LLM(str(gpt2_124m_path), **{**OPTIONS, "num_blocks": 9000, "max_num_seqs": 256, **more}) as llm:
         report = llm.core.start_up
         memory = report.memory
         before = torch.cuda.memory_reserved()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rose_backend.kernels import PackedNorm, pack_norm
-from rose_backend.kernels.arguments import CACHE_DTYPE, LogprobReport
-from rose_backend.kernels.decode_step import steps
+from rose_backend.kernels.arguments import CACHE_DTYPE, DraftedRows, LogprobReport
+from rose_backend.kernels.decode_step import drafts, steps
 from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.kv import cache_writes
 from rose_backend.kernels.pointwise import elementwise
@@ -104,6 +104,23 @@ def test_ends_of_a_step_with_prompts(capability: int) -> None:
             else:
                 steps.end_step(case.slots, case.tokens, case.state, case.rows)
     assert [launch.grid for launch in launches[::2]] == [(9, 2, 2), (10, 2, 2), *[(9, 2, 2)] * 2]
+    for recorded in launches:
+        compile_launch(recorded, capability)
+
+
+@compiles("_look_up_kernel", "_draft_kernel", "_accept_kernel")
+def test_drafts(capability: int) -> None:
+    tokens = torch.zeros(256, dtype=torch.int64)
+    token_ids, history = torch.zeros(257, 40960, dtype=torch.int32), torch.zeros(8, 8, 256, dtype=torch.int64)
+    rows = DraftedRows(tokens, token_ids, tokens, tokens.int(), tokens, tokens)
+    names = ("_look_up_kernel", "_draft_kernel", "_accept_kernel")
+    with record_launches(drafts, *names) as launches:
+        for num_drafts in (1, 3, 7):
+            proposed = drafts.look_up_drafts(rows, num_drafts, 2, 5)
+            drawn = torch.zeros(256, num_drafts + 1, dtype=torch.int64)
+            drafts.accept_drafts(drawn, proposed, rows, history, tokens[:1])
+        drafts.accept_drafts(drawn[:, :1].contiguous(), proposed[:, :0], rows, history, tokens[:1])
+    assert [launch.grid for launch in launches[:3]] == [(256, 32), (256,), (1,)]
     for recorded in launches:
         compile_launch(recorded, capability)
 

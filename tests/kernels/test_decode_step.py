@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import StepGroups
+from rose_backend.kernels.arguments import DraftedRows, StepGroups
 from rose_backend.kernels.decode_step.ops import (
+    accept_drafts,
     advance_rows,
     begin_decode_step,
     end_step,
+    look_up_drafts,
     write_block_ids,
 )
 from tests.support.decode_steps import (
@@ -313,3 +315,92 @@ def test_replays_follow_the_slots(block_sizes: tuple[int, ...], num_states: int)
         for name, tensor in reference.tensors().items():
             if isinstance(tensor, torch.Tensor):
                 assert torch.equal(replayed[name].cpu(), tensor), (slots, name)
+
+
+NUM_PLACES = 2100
+"""Tokens that a request has room for: several parts of a lookup."""
+
+
+def drafted_rows(device: str = "cpu", vocab_size: int = 3) -> DraftedRows:
+    """Return rows of requests with few different tokens, two rows of padding among them."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([1, 2, 9, 0, 2090, NUM_PLACES, 1025, 0, 40])
+    slots = torch.tensor([4, 0, 8, 9, 2, 6, 1, 9, 3])
+    token_ids = torch.randint(vocab_size, (10, NUM_PLACES), generator=generator, dtype=torch.int32)
+    positions = (lengths - 1).clamp(min=0)
+    return DraftedRows(
+        slots.to(device),
+        token_ids.to(device),
+        token_ids[slots, positions].long().to(device),
+        (lengths - 1).int().to(device),
+        positions.to(device),
+        (positions + 1).to(device),
+    )
+
+
+def looked_up(tokens: list[int], num_drafts: int, min_n: int, max_n: int) -> list[int]:
+    for n in range(max_n, min_n - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[len(tokens) - n :]:
+                return (tokens[end : end + num_drafts] + tokens[-1:] * num_drafts)[:num_drafts]
+    return tokens[-1:] * num_drafts
+
+
+@pytest.mark.parametrize(("num_drafts", "min_n", "max_n"), [(3, 5, 5), (1, 1, 1), (7, 2, 40), (5, 30, 40)])
+@pytest.mark.parametrize("vocab_size", [3, 100])
+def test_lookups(
+    implementation: Implementation, num_drafts: int, min_n: int, max_n: int, vocab_size: int
+) -> None:
+    rows = drafted_rows(implementation.device, vocab_size)
+    before = [each.clone() for each in rows]
+    drafts = implementation(look_up_drafts, rows, num_drafts=num_drafts, min_n=min_n, max_n=max_n)
+    for row, computed in enumerate(rows.num_computed_tokens.tolist()):
+        if computed >= 0:
+            known = rows.token_ids[rows.slots[row], : computed + 1].tolist()
+            assert drafts[row].tolist() == looked_up(known, num_drafts, min_n, max_n)
+    assert drafts.shape == (9, num_drafts) and drafts.dtype is torch.int64
+    assert all(torch.equal(*each) for each in zip(rows, before, strict=True))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
+def test_acceptance(implementation: Implementation, num_drafts: int) -> None:
+    rows = drafted_rows(implementation.device)
+    before = DraftedRows(*(each.clone() for each in rows))
+    generator = torch.Generator().manual_seed(num_drafts)
+    drawn = torch.randint(-1, 2, (9, num_drafts + 1), generator=generator)
+    drafts = torch.randint(-1, 2, (9, num_drafts), generator=generator)
+    drafts[1], drafts[6] = drawn[1, 1:], drawn[6, :num_drafts]
+    history = torch.full((4, 9, 12), 77, device=implementation.device)
+    step_index = torch.tensor([9], device=implementation.device)
+    given = [each.to(implementation.device) for each in (drawn, drafts)]
+    implementation(accept_drafts, *given, rows, history, step_index)
+    expected, token_ids = torch.full((4, 9, 12), 77), before.token_ids.clone()
+    for row, computed in enumerate(before.num_computed_tokens.tolist()):
+        new = [int(drawn[row, 0])]
+        while len(new) <= num_drafts and int(drafts[row, len(new) - 1]) == new[-1] >= 0:
+            new.append(int(drawn[row, len(new)]))
+        expected[1, : num_drafts + 1, row] = torch.tensor(new + [-2] * (num_drafts + 1 - len(new)))
+        num_counted = 0 if computed < 0 else min(len(new), NUM_PLACES - 1 - computed)
+        kept = new[: max(NUM_PLACES - 1 - computed, 0)] if computed >= 0 else []
+        token_ids[rows.slots[row], computed + 1 : computed + 1 + len(kept)] = torch.tensor(
+            kept, dtype=torch.int32
+        )
+        assert int(rows.input_ids[row]) == new[-1]
+        for old, lengths in zip(before[3:], rows[3:], strict=True):
+            assert int(lengths[row]) == int(old[row]) + num_counted
+    assert torch.equal(history.cpu(), expected) and step_index.tolist() == [10]
+    assert torch.equal(rows.token_ids.cpu(), token_ids.cpu()) and torch.equal(rows.slots, before.slots)
+
+
+@pytest.mark.parametrize("name", ["slots", "token_ids", "num_computed_tokens"])
+def test_drafts_of_other_types_are_refused(name: str) -> None:
+    rows = drafted_rows()
+    wrong = rows._replace(**{name: getattr(rows, name).float()})
+    with pytest.raises(ShapeError, match=name):
+        look_up_drafts(wrong, num_drafts=2, min_n=1, max_n=2)
+    tokens = torch.zeros(9, 3, dtype=torch.int64)
+    history, step_index = torch.zeros(4, 3, 9, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ShapeError, match=name):
+        accept_drafts(tokens, tokens[:, 1:], wrong, history, step_index)
+    with pytest.raises(ShapeError, match="drafts"):
+        accept_drafts(tokens, tokens, rows, history, step_index)

@@ -10,10 +10,12 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import embed_tokens
-from rose_backend.kernels.arguments import TokenLimits
+from rose_backend.kernels.arguments import DraftedRows, TokenLimits
 from rose_backend.kernels.decode_step.ops import (
+    accept_drafts,
     advance_rows,
     end_step,
+    look_up_drafts,
     write_block_ids,
 )
 from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs, write_bitmask
@@ -385,6 +387,26 @@ def step_ends(device: str) -> list[torch.Tensor]:
     return state
 
 
+def drafts_of_a_step(device: str) -> list[torch.Tensor]:
+    """A lookup in several parts of a text, and drafts of which some are right; one row is padding."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.tensor([7, -1, 0, 2098, 16], dtype=torch.int32, device=device)
+    token_ids = torch.randint(3, (6, 2100), generator=generator, dtype=torch.int32).to(device)
+    slots = torch.tensor([4, 5, 0, 1, 3], device=device)
+    positions = lengths.clamp(min=0).long()
+    rows = DraftedRows(
+        slots, token_ids, token_ids[slots, positions].long(), lengths, positions, positions + 1
+    )
+    drafts = look_up_drafts(rows, num_drafts=3, min_n=1, max_n=4)
+    drawn = torch.randint(3, (5, 4), generator=generator).to(device)
+    history, step_index = (
+        torch.zeros(4, 4, 6, dtype=torch.int64, device=device),
+        torch.tensor([9], device=device),
+    )
+    accept_drafts(drawn, drafts, rows, history, step_index)
+    return [drafts, *rows, history, step_index]
+
+
 def mixed_step(*block_sizes: int) -> Case:
     """Both ends of a step with prompts, with rows and tokens of padding."""
 
@@ -488,6 +510,7 @@ CASES: dict[str, Case] = {
     "mask": mask,
     "bitmask": bitmask,
     "ends of a step": step_ends,
+    "drafts of a step": drafts_of_a_step,
     "mixed step": mixed_step(16),
     "mixed step, groups": mixed_step(16, 48, 16),
     "step with drafts": step_with_drafts(3),

@@ -282,6 +282,32 @@ def test_metrics_move(server: LiveServer) -> None:
     assert read_metric(after, "num_preemptions_total") == 0
 
 
+@pytest.mark.parametrize("frontend_multiprocessing", [False, True])
+def test_metrics_of_drafts(tiny_model_path: Path, frontend_multiprocessing: bool) -> None:
+    drafts = {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+    settings = {"frontend_multiprocessing": frontend_multiprocessing}
+    fields = {"prompt": [70, 71, 72] * 9, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with running_server(tiny_model_path, settings) as plain:
+        text = plain.complete(**fields).json()["choices"][0]["text"]
+        assert "spec_decode" not in plain.http.get("/metrics").text
+    options = {"speculative_config": drafts, "adaptive_drafts": False}
+    with running_server(tiny_model_path, settings, **options) as server:
+        assert read_metric(server.http.get("/metrics").text, "spec_decode_num_drafts_total") == 0
+        assert server.complete(**fields).json()["choices"][0]["text"] == text
+        after = server.http.get("/metrics").text
+    num_drafts = read_metric(after, "spec_decode_num_drafts_total")
+    num_accepted = read_metric(after, "spec_decode_num_accepted_tokens_total")
+    assert 0 < num_accepted <= read_metric(after, "spec_decode_num_draft_tokens_total") == 2 * num_drafts
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    by_position = [read_metric(after, f'{name}{{model_name="{MODEL}",position="{each}"}}') for each in (0, 1)]
+    assert by_position[0] >= by_position[1] and sum(by_position) == num_accepted
+
+
 DASHBOARD = (
     "e2e_request_latency_seconds_bucket",
     "e2e_request_latency_seconds_count",

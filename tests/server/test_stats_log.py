@@ -49,6 +49,15 @@ def test_what_it_says(lines: list[tuple[str, str]]) -> None:
     ]
 
 
+def test_accepted_drafts(lines: list[tuple[str, str]]) -> None:
+    first = EngineStats(spec_decode_num_draft_tokens=30, spec_decode_num_accepted_tokens=30)
+    log = StatsLog(Counters(first, IDLE), 0.0)
+    stats = EngineStats(spec_decode_num_draft_tokens=70, spec_decode_num_accepted_tokens=40)
+    log.write(Counters(stats, IDLE), 10.0)
+    log.write(Counters(stats, IDLE), 20.0)
+    assert lines[0][1].endswith(", Avg Draft acceptance rate: 25.0%") and "Draft" not in lines[1][1]
+
+
 def test_exact_cached_tokens(lines: list[tuple[str, str]]) -> None:
     log = StatsLog(Counters(EngineStats(), IDLE), 0.0, exact_cached_tokens=True)
     stats = EngineStats(prompt_tokens_computed=25, prefix_cache_queries=64, prefix_cache_hits=39)

@@ -26,6 +26,7 @@ from rose_backend.engine.decode_runner import HISTORY_STEPS, DecodeBuffers, Deco
 from rose_backend.engine.model_runner import Chunks, Drawn, Forwarded, Hidden, ModelRunner, PassInputs
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID
+from rose_backend.kernels.arguments import NOT_DRAWN
 
 _MASK, _WORDS = (1 << 63) - 1, (1 << 64) - 1
 _FACTOR, _TOKEN_FACTOR, _SEED_FACTOR, _MIX = (
@@ -34,7 +35,7 @@ _FACTOR, _TOKEN_FACTOR, _SEED_FACTOR, _MIX = (
     0x9E3779B97F4A7C15,
     0xBF58476D1CE4E5B9,
 )
-_UNWRITTEN = -1
+_UNWRITTEN, _OF_WRONG_DRAFTS = -1, -2
 
 
 class ForeignContent(AssertionError):
@@ -178,6 +179,8 @@ class Device:
         """Returns the answer of the completion that holds a request slot."""
         self.num_rows = 0
         """Computed so far, over all steps."""
+        self.draft_rng = np.random.default_rng(7)
+        """Decides which drafts are right: no other decision of a seed depends on them."""
         self._rng = rng
         self._share_run = share_run
         self._positions = np.arange(max(num_blocks * block_size, 1))
@@ -265,13 +268,15 @@ class _Change:
 class Buffers(DecodeBuffers):
     """``DecodeBuffers`` in NumPy; what they are given is written when its turn comes."""
 
-    def __init__(self, num_rows: int, table_width: int, device: Device) -> None:
+    def __init__(
+        self, num_rows: int, table_width: int, device: Device, num_drafts: int = 0, spare_columns: int = 0
+    ) -> None:
         self.tokens = np.zeros((2, num_rows), np.int64)
         self.input_ids, self.first_tokens = self.tokens
         self.longs = np.zeros((num_rows, 3), np.int64)  # position, draw position, seed
         self.num_computed_tokens = np.full(num_rows, -1, np.int64)
-        self.block_table = np.zeros((num_rows, table_width), np.int64)
-        self.drawn = np.full((HISTORY_STEPS, num_rows), -7, np.int64)
+        self.block_table = np.zeros((num_rows, table_width + spare_columns), np.int64)
+        self.drawn = np.full((HISTORY_STEPS, num_drafts + 1, num_rows), -7, np.int64)
         self.history = SimpleNamespace(numpy=lambda: self.drawn)
         self.num_steps = 0
         self._row_changes = _Change(device, self._change_rows)
@@ -281,21 +286,41 @@ class Buffers(DecodeBuffers):
         rows, sources, longs = inputs["rows"], inputs["sources"], inputs["longs"]
         known = self.tokens.reshape(-1)[np.maximum(sources, 0)]
         self.input_ids[rows] = np.where(sources >= 0, known, longs[:, 0])
+        # A row that moves with drafts in flight is as far as the device knows.
+        moves = (sources >= 0) & (sources < len(self.input_ids))
+        lengths = self.longs[sources[moves], :2], self.num_computed_tokens[sources[moves]]
         self.longs[rows] = longs[:, 1:]
         self.num_computed_tokens[rows] = inputs["words"][:, 0]
+        self.longs[rows[moves], :2], self.num_computed_tokens[rows[moves]] = lengths
 
     def _change_tables(self, inputs: dict[str, Any]) -> None:
-        self.block_table[inputs["rows"]] = inputs["tables"]
+        tables = inputs["tables"]
+        self.block_table[inputs["rows"], : tables.shape[1]] = tables
 
 
 class SimulatedDecoder(DecodeRunner):
-    """``DecodeRunner`` whose steps are work of a ``Device``."""
+    """``DecodeRunner`` whose steps are work of a ``Device``.
 
-    def __init__(self, device: Device, manager: Any, state: Any, widths: tuple[int, ...]) -> None:
-        extras = SimpleNamespace(is_in_use=False, is_needed=lambda slots: False)
+    Of the drafts of a row a random number is right. The others leave in their places what nobody may read.
+    """
+
+    def __init__(
+        self, device: Device, manager: Any, state: Any, widths: tuple[int, ...], num_drafts: int
+    ) -> None:
+        drafts: Any = None
+        if num_drafts:
+            chooser = SimpleNamespace(
+                choose=lambda _: num_drafts if device.draft_rng.random() < 0.8 else 0,
+                **dict.fromkeys(("look", "note_step", "note_other_step", "note_accepted"), lambda *_: None),
+            )
+            drafts = SimpleNamespace(num_drafts=num_drafts, write_rows=lambda *_: None, adaptive=chooser)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
-            super().__init__(lambda *_: None, extras, manager, state, device, widths)
-        self._graphs = SimpleNamespace(run_parts=self._queue)
+            super().__init__(
+                lambda *_: None, SimpleNamespace(is_in_use=False), manager, state, device, widths, drafts
+            )
+        self._graphs = SimpleNamespace(run_parts=lambda width, *_: self._queue(width, 0))
+        self._draft_graphs = SimpleNamespace(run=lambda width: self._queue(width, num_drafts))
+        self._max_model_len = state.token_ids.shape[1]
         self._step_of: tuple[list[Answer], Any, Any] = ([], None, None)
 
     def _place(self, slots: Any) -> Any:
@@ -304,30 +329,69 @@ class SimulatedDecoder(DecodeRunner):
         self._step_of = answers, np.stack([answer.contents for answer in answers]), rows
         return rows
 
-    def _queue(self, width: int, parts: Any, after_first: Any) -> None:
+    def _queue(self, width: int, num_drafts: int) -> None:
         self._device.num_rows += len(self._step_of[0])
-        self._device.main.enqueue(partial(self._compute_step, width, *self._step_of))
+        self._device.main.enqueue(partial(self._compute_step, width, num_drafts, *self._step_of))
 
-    def _compute_step(self, width: int, answers: list[Answer], expected: Any, rows: Any) -> None:
+    def _compute_step(
+        self, width: int, num_drafts: int, answers: list[Answer], expected: Any, rows: Any
+    ) -> None:
         device, buffers = self._device, self.buffers
         is_active = buffers.num_computed_tokens[:width] >= 0
         assert int(is_active.sum()) == len(rows) and is_active[rows].all(), (
             "other rows than the step's decode"
         )
-        positions, tables = buffers.num_computed_tokens[rows], buffers.block_table[rows]
-        each = np.arange(len(rows))
-        device.check_inputs(answers, each, positions, buffers.input_ids[rows])
-        device.check_reads(answers, expected, tables, positions)
-        device.write(answers, each, positions, tables, expected)
-        assert (buffers.longs[rows, 0] == positions).all() and (
-            buffers.longs[rows, 1] == positions + 1
+        computed = buffers.num_computed_tokens[rows]
+        assert (buffers.longs[rows, 0] == computed).all() and (
+            buffers.longs[rows, 1] == computed + 1
         ).all(), "positions are not those of the tokens"
-        drawn = device.next_tokens(answers, expected[each, positions], positions, buffers.longs[rows, 2])
-        buffers.drawn[buffers.num_steps % HISTORY_STEPS, rows] = drawn
+        # Those past their length draw what nobody takes.
+        last = np.array([answer.num_tokens - 2 for answer in answers])
+        counts = np.ones(len(rows), np.int64)
+        drawn = np.full((num_drafts + 1, len(rows)), NOT_DRAWN, np.int64)
+        drawn[0] = device.vocabulary[0]
+        if (goes_on := np.flatnonzero(computed <= last)).size:
+            answers = [answers[index] for index in goes_on.tolist()]
+            drawn[:, goes_on], counts[goes_on] = self._compute_rows(
+                num_drafts, answers, expected[goes_on], rows[goes_on], last[goes_on]
+            )
+        where = buffers.num_steps % HISTORY_STEPS
+        buffers.drawn[where, : num_drafts + 1, rows] = drawn.T
         buffers.num_steps += 1
-        buffers.input_ids[rows] = drawn
-        buffers.num_computed_tokens[rows] += 1
-        buffers.longs[rows, :2] += 1
+        buffers.input_ids[rows] = drawn[counts - 1, np.arange(len(rows))]
+        counts = np.minimum(counts, self._max_model_len - 1 - computed)
+        buffers.num_computed_tokens[rows] += counts
+        buffers.longs[rows, :2] += counts[:, None]
+
+    def _compute_rows(
+        self, num_drafts: int, answers: list[Answer], expected: Any, rows: Any, last: Any
+    ) -> tuple[Any, Any]:
+        """Return what is drawn, ``[num_drafts + 1, R]``, and how many of it count, ``[R]``."""
+        device, buffers, each = self._device, self.buffers, np.arange(len(rows))
+        first, tables = buffers.num_computed_tokens[rows], buffers.block_table[rows]
+        device.check_inputs(answers, each, first, buffers.input_ids[rows])
+        device.check_reads(answers, expected, tables, first)
+        drawn = np.full((num_drafts + 1, len(rows)), NOT_DRAWN, np.int64)
+        counts, goes_on = np.zeros(len(rows), np.int64), np.ones(len(rows), bool)
+        num_right = device.draft_rng.integers(0, num_drafts + 1, len(rows))
+        for place in range(num_drafts + 1):
+            positions = first + place
+            goes_on &= place <= num_right
+            # A draft past the length is stored where there is a block for it, or nowhere.
+            blocks = tables[each, positions // device.block_size]
+            stored = np.flatnonzero((positions <= last) | (blocks != NULL_BLOCK))
+            contents = np.where(goes_on[:, None], expected, _OF_WRONG_DRAFTS)
+            device.write(answers, stored, positions[stored], tables, contents)
+            now = np.flatnonzero(goes_on & (positions <= last))
+            chosen = [answers[index] for index in now.tolist()]
+            seeds = buffers.longs[rows[now], 2]
+            drawn[place, goes_on] = device.vocabulary[0]
+            drawn[place, now] = device.next_tokens(
+                chosen, expected[now, positions[now]], positions[now], seeds
+            )
+            counts += goes_on
+            goes_on &= drawn[place] >= 0
+        return drawn, counts
 
 
 class SimulatedRunner(ModelRunner):
@@ -341,12 +405,14 @@ class SimulatedRunner(ModelRunner):
         self._kv_cache, self._block_size = device, config.block_size
         self._budget = config.token_budget
         self.prompts, self.first_draws = None, None
-        self.decoder = SimulatedDecoder(device, manager, state, self.widths)
+        num_drafts = 0 if config.drafts is None else config.drafts.num_speculative_tokens
+        self.decoder = SimulatedDecoder(device, manager, state, self.widths, num_drafts)
         self.side = SideStream(device) if self.has_side_stream else None  # type: ignore[assignment]
 
     def forward(self, step: Step) -> Forwarded:
         """Check the step's size and copies, then queue it."""
-        assert step.num_new_tokens.min() > 0 and step.num_new_tokens.sum() <= self._budget, "the token budget"
+        num_tokens = step.num_new_tokens.sum() + step.num_decodes * step.num_drafts
+        assert step.num_new_tokens.min() > 0 and num_tokens <= self._budget, "the token budget"
         if step.clone_plan is not None:
             copies = step.clone_plan.dst_block_ids
             assert len(np.unique(copies)) == len(copies), "two copies into one block"

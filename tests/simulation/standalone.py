@@ -86,6 +86,7 @@ class Settings:
     restart_rate: float
     kinds: tuple[str, ...]
     """What requests may ask for, see ``_params``."""
+    num_drafts: int = 0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -245,7 +246,9 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._rng = rng = random.Random(seed)
-        self.settings = Settings.draw(rng)
+        # Of its own, so that all else of a seed is as without drafts.
+        num_drafts = random.Random(f"drafts of {seed}").choice((0, 0, 1, 3, 7))
+        self.settings = replace(Settings.draw(rng), num_drafts=num_drafts)
         self.states: set[int] = set()
         self.digest = 0
         self.num_steps = self.num_rows = 0
@@ -293,7 +296,12 @@ class Simulation:
         )
         names = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
         names += ("prefix_cache", "token_granular_hits", "chunked_prefill", "run_ahead", "max_queue_size")
-        config = EngineConfig(model="simulated", **{name: getattr(settings, name) for name in names})
+        drafts = {"method": "ngram", "num_speculative_tokens": settings.num_drafts}
+        config = EngineConfig(
+            model="simulated",
+            speculative_config=drafts if settings.num_drafts else None,
+            **{name: getattr(settings, name) for name in names},
+        )
         handler = OutputHandler(self._delivered.extend, lambda name: self._rng.random() < 0.6)
         loaded = LoadedModel(
             config=config,

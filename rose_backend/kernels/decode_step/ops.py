@@ -12,6 +12,8 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import (
+    NOT_DRAWN,
+    DraftedRows,
     MixedRows,
     StateGroup,
     StepGroup,
@@ -386,3 +388,104 @@ def advance_rows(
         lengths += is_row
     history[int(step_index) % len(history), : len(token_ids)] = token_ids
     step_index += 1
+
+
+def look_up_drafts(
+    rows: DraftedRows,
+    *,
+    num_drafts: int,
+    min_n: int,
+    max_n: int,
+) -> torch.Tensor:
+    """Return what may follow each row's tokens, int64 ``[R, num_drafts]``, as vLLM's lookup of n-grams proposes it.
+
+    It is what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that the row's
+    tokens end with. What is missing, all of it where nothing matches, is the newest token again.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    _check_drafted(rows)
+    if rows.slots.is_cuda:
+        from rose_backend.kernels.decode_step.drafts import look_up_drafts as launch
+
+        return launch(rows, num_drafts, min_n, max_n)
+    lengths = (rows.num_computed_tokens.long() + 1)[:, None]
+    most = max(int(lengths.max()), 1) if len(lengths) else 1
+    tokens = rows.token_ids[rows.slots, :most]
+    # By where an n-gram ends: how many of its last tokens are also the row's last ones.
+    ends = torch.arange(most + 1)
+    goes_on = (ends > 0) & (ends < lengths)
+    num_matched = torch.zeros_like(goes_on, dtype=torch.int64)
+    for n in range(min(max_n, most)):
+        own = tokens.gather(1, (lengths - 1 - n).clamp(min=0))
+        goes_on[:, : n + 1] = False
+        goes_on[:, n + 1 :] &= tokens[:, : most - n] == own
+        num_matched += goes_on
+    best = torch.where(num_matched >= min_n, (num_matched << 32) + ends, 0).amax(1, keepdim=True)
+    starts = torch.where(best > 0, best % (1 << 32), lengths)
+    places = starts + torch.arange(num_drafts)
+    drafts = tokens.gather(1, places.clamp(max=most - 1)).long()
+    newest = tokens.gather(1, (lengths - 1).clamp(min=0)).long()
+    return torch.where(places < lengths, drafts, newest)
+
+
+def accept_drafts(
+    drawn: torch.Tensor,  # [R, N + 1] int64
+    drafts: torch.Tensor,  # [R, N] int64
+    rows: DraftedRows,  # written, but for slots
+    history: torch.Tensor,  # [steps, C, MR] int64  written
+    step_index: torch.Tensor,  # [1] int64  written
+) -> None:
+    """Append to each row the drafts that equal what was drawn in their place, and the token drawn after them.
+
+    The row's newest token is then the last of these, and its lengths count up by their number; but it never gets to
+    more than the S tokens that it has room for. The tokens are also written into ``history[step_index % steps]``, a
+    column each, which may be pinned host memory, with ``NOT_DRAWN`` after the last one; ``step_index`` counts up.
+
+    Args:
+        drawn: what follows the newest token, and each draft if all before it are right.
+        drafts: negative ones are never right.
+        history: ``C`` is at least ``N + 1``, ``MR`` at least ``R``; other entries stay as they are.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    _check_drafted(rows)
+    num_columns = drawn.shape[-1]
+    check_tensors(slots=(rows.slots, "R"), drawn=(drawn, "R N", torch.int64))
+    check_tensors(drawn=(drawn[:, 1:], "R N"), drafts=(drafts, "R N", torch.int64))
+    check_tensors(history=(history, "N C MR", torch.int64), step_index=(step_index, "1", torch.int64))
+    if drawn.is_cuda:
+        from rose_backend.kernels.decode_step.drafts import accept_drafts as launch
+
+        return launch(drawn, drafts, rows, history, step_index)
+    is_right = (drafts == drawn[:, :-1]) & (drafts >= 0)
+    num_new = 1 + is_right.int().cumprod(1).sum(1)
+    is_new = torch.arange(num_columns) < num_new[:, None]
+    newest = drawn.gather(1, num_new[:, None] - 1)[:, 0]
+    computed, num_places = rows.num_computed_tokens, rows.token_ids.shape[1]
+    is_row = computed >= 0
+    places = computed.long()[:, None] + 1 + torch.arange(num_columns)
+    is_kept = is_new & is_row[:, None] & (places < num_places)
+    rows.token_ids[rows.slots[:, None].expand_as(places)[is_kept], places[is_kept]] = drawn[is_kept].int()
+    rows.input_ids.copy_(newest)
+    num_new = torch.minimum(num_new, num_places - 1 - computed.long()) * is_row
+    for lengths in (rows.num_computed_tokens, rows.positions, rows.draw_positions):
+        lengths += num_new.to(lengths.dtype)
+    history[int(step_index) % len(history), :num_columns, : len(drawn)] = torch.where(
+        is_new, drawn, NOT_DRAWN
+    ).t()
+    step_index += 1
+    return None
+
+
+def _check_drafted(rows: DraftedRows) -> None:
+    check_tensors(
+        slots=(rows.slots, "R", torch.int64),
+        input_ids=(rows.input_ids, "R", torch.int64),
+        num_computed_tokens=(rows.num_computed_tokens, "R", torch.int32),
+        positions=(rows.positions, "R", torch.int64),
+        draw_positions=(rows.draw_positions, "R", torch.int64),
+    )
+    check_tensors(token_ids=(rows.token_ids, "MR S", torch.int32))

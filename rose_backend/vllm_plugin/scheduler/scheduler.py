@@ -23,9 +23,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
@@ -45,7 +46,6 @@ from rose_backend.vllm_plugin.scheduler.decode_batch import (
     NewBlockIds,
     RequestConstants,
 )
-from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth, ShadowDrafts
 
 _ROWS_WITH_CONNECTOR = 4
 """Requests that hold blocks, those that are loaded or being sent included, for each that may run: one more, when rows
@@ -108,7 +108,7 @@ class BatchedScheduling(Scheduler):
         # Tokens of the fast path's requests, until the step's statistics are made; None without drafts.
         self._fast_counts: list[int] | None = None
         self._draft_depth: DraftDepth | None = None
-        self._shadow_drafts: ShadowDrafts | None = None
+        self._shadow_drafts: ShadowDrafts[Request] | None = None
         self._next_num_drafts, self._drafts_log = self.num_spec_tokens, LogInterval()
         # Requests whose random draws are repeatable.
         self._seeded_ids: set[str] = set()
@@ -124,7 +124,7 @@ class BatchedScheduling(Scheduler):
         if speculative.rejection_sample_method != "synthetic":
             # Synthetic acceptance has nothing to do with the texts.
             bounds = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-            self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds)
+            self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds, tokens_of=_tokens_of_running)
         self._draft_next(self.num_spec_tokens)
 
     def _draft_next(self, num_drafts: int) -> None:
@@ -693,6 +693,11 @@ def _with_rows(rows: list[int], output: SchedulerOutput) -> SchedulerOutput:
     part.num_scheduled_tokens = dict.fromkeys(part.scheduled_cached_reqs.req_ids, 1)
     part.total_num_scheduled_tokens = len(rows)
     return part
+
+
+def _tokens_of_running(request: Request) -> list[int] | None:
+    tokens: list[int] = request._all_token_ids
+    return tokens if request.status is RequestStatus.RUNNING else None
 
 
 def observe_drafts(stats: SpecDecodingStats, counts: list[int]) -> None:

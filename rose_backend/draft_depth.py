@@ -1,5 +1,7 @@
 """Chooses whether a step has all drafts that are asked for or none, whichever gives more tokens per second.
 
+Both engines use it.
+
 A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
 much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
 engine runs. Without drafts, those that would have been made are looked up for one request at a time, on the CPU, and
@@ -9,13 +11,15 @@ compared with what the model writes.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.v1.request import Request, RequestStatus
+
+Tokens = list[int] | NDArray[np.signedinteger[Any]]
+_Request = TypeVar("_Request")
 
 _STEPS_BETWEEN_LOOKS = 8
 """Steps between two decisions: outputs that arrive right after a change are of steps before it."""
@@ -173,44 +177,49 @@ class DraftDepth:
         self._num_accepted += (num_accepted - self._num_accepted) / self._num_observed
 
 
-class ShadowDrafts:
+class ShadowDrafts(Generic[_Request]):
     """Looks up what would have been drafted for a request, and counts how much of it the model then writes.
 
     Args:
         num_drafts: ``num_speculative_tokens``.
         min_n, max_n: ``prompt_lookup_min`` and ``prompt_lookup_max``.
+        tokens_of: returns all known tokens of a request, prompt and output; None if it runs no more.
     """
 
-    def __init__(self, num_drafts: int, min_n: int, max_n: int) -> None:
+    def __init__(
+        self, num_drafts: int, min_n: int, max_n: int, tokens_of: Callable[[_Request], Tokens | None]
+    ) -> None:
         self._num_drafts, self._min_n, self._max_n = num_drafts, min_n, max_n
+        self._tokens_of = tokens_of
         self._turn = 0
-        self._request: Request | None = None
+        self._request: _Request | None = None
         self._drafts: list[int] = []
         self._start = 0
 
-    def look(self, requests: Sequence[Request]) -> int | None:
+    def look(self, requests: Sequence[_Request]) -> int | None:
         """Return how many drafts were right of the request looked at, once it has as many more tokens; else None.
 
         Then, or if it runs no more, the next one of these ``requests`` has its turn.
         """
-        request, num_right = self._request, None
-        if request is not None and request.status is RequestStatus.RUNNING:
-            tokens = request._all_token_ids[self._start : self._start + self._num_drafts]
+        num_right = None
+        if self._request is not None and (known := self._tokens_of(self._request)) is not None:
+            tokens = known[self._start : self._start + self._num_drafts]
             if len(tokens) < self._num_drafts:
                 return None
             is_right = [token == draft for token, draft in zip(tokens, self._drafts, strict=True)]
             num_right = [*is_right, False].index(False)
         self._request = None
-        if requests:
+        if len(requests):
             self._turn = (self._turn + 1) % len(requests)
-            self._request = request = requests[self._turn]
-            self._start = len(request._all_token_ids)
-            known = np.array(request._all_token_ids[-_MAX_TOKENS_LOOKED_AT:])
-            self._drafts = look_up(known, self._num_drafts, self._min_n, self._max_n)
+            request = requests[self._turn]
+            if (known := self._tokens_of(request)) is not None:
+                self._request, self._start = request, len(known)
+                last = np.array(known[-_MAX_TOKENS_LOOKED_AT:])
+                self._drafts = look_up(last, self._num_drafts, self._min_n, self._max_n)
         return num_right
 
 
-def look_up(tokens: NDArray[np.int64], num_drafts: int, min_n: int, max_n: int) -> list[int]:
+def look_up(tokens: NDArray[np.signedinteger[Any]], num_drafts: int, min_n: int, max_n: int) -> list[int]:
     """Return the drafts that vLLM's lookup by n-grams makes after ``tokens``, [T].
 
     They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that

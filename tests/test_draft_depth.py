@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.request import RequestStatus
 
-from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth, ShadowDrafts, look_up
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts, look_up
 
 NUM_DRAFTS = 3
 TIMES = {0: 1.0, NUM_DRAFTS: 1.6}
@@ -187,35 +186,42 @@ def test_drafts_are_looked_up_as_vllm_does(min_n: int, max_n: int) -> None:
 
 
 def make_request(*tokens: int) -> Any:
-    return SimpleNamespace(_all_token_ids=list(tokens), status=RequestStatus.RUNNING)
+    return SimpleNamespace(tokens=list(tokens), runs=True)
+
+
+def tokens_of(request: Any) -> list[int] | None:
+    return request.tokens if request.runs else None
 
 
 def test_right_drafts_are_counted_once_their_tokens_are_known() -> None:
-    shadow, request = ShadowDrafts(3, 1, 2), make_request(1, 2, 3, 4, 1, 2)
+    shadow, request = ShadowDrafts(3, 1, 2, tokens_of), make_request(1, 2, 3, 4, 1, 2)
     assert shadow.look([request]) is None
     # Drafted: 3, 4, 1.
     for token in (3, 4):
-        request._all_token_ids.append(token)
+        request.tokens.append(token)
         assert shadow.look([request]) is None
-    request._all_token_ids.append(9)
+    request.tokens.append(9)
     assert shadow.look([request]) == 2
     # Drafted: 9, as nothing like it has been there.
-    request._all_token_ids += [9, 9, 9, 9]
+    request.tokens += [9, 9, 9, 9]
     assert shadow.look([request]) == 3
-    request._all_token_ids += [5, 9, 9]
+    request.tokens += [5, 9, 9]
     assert shadow.look([request]) == 0
 
 
 def test_requests_take_turns_and_may_end() -> None:
-    shadow, requests = ShadowDrafts(2, 1, 1), [make_request(1, 1), make_request(2, 2), make_request(3, 3)]
+    shadow, requests = (
+        ShadowDrafts(2, 1, 1, tokens_of),
+        [make_request(1, 1), make_request(2, 2), make_request(3, 3)],
+    )
     seen = []
     for step in range(12):
         for index, request in enumerate(requests):
             # The first repeats itself, the others do not.
-            request._all_token_ids.append(1 if index == 0 else 10 * index + step)
+            request.tokens.append(1 if index == 0 else 10 * index + step)
         seen.append(shadow.look(requests))
         if step == 8:
-            requests[1].status = RequestStatus.FINISHED_ABORTED
+            requests[1].runs = False
             del requests[1]
     assert 2 in seen and 0 in seen
     assert shadow.look([]) in (None, 0, 2)
