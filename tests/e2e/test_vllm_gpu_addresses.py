@@ -5,7 +5,7 @@ Sleeping engines have a process of their own: vLLM's allocator serves one engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,15 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logit_bias": {5: 4.0, 7: -100.0}, "min_tokens": 3},
 )
 """Of every end, and with a report."""
+KINDS_BESIDE_DRAFTS = ({"temperature": 0.0}, {"temperature": 0.9}, KINDS[2])
+"""Of both ends, and what is left to vLLM's steps; it refuses min-p and bias."""
 
 
-def said(llm: Any) -> list[Any]:
-    """Return what an engine says to requests of all kinds, all of it from its weights: nothing is cached before."""
+def said(llm: Any, of: Sequence[dict[str, Any]] = KINDS) -> list[Any]:
+    """Return what an engine says to requests of these kinds, all of it from its weights: nothing is cached before."""
     assert llm.reset_prefix_cache()
     answers: list[Any] = []
-    for kinds in (KINDS[:1], KINDS[:2], KINDS):
+    for kinds in (of[:1], of[:2], of):
         params = [
             SamplingParams(max_tokens=20, ignore_eos=True, seed=index, **kinds[index % len(kinds)])
             for index in range(len(PROMPTS))
@@ -217,16 +219,17 @@ def test_graphs_of_heads_hold_nothing_else_and_are_captured_again(
     drafter |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
     options = {**OPTIONS, "runner": "V2", "speculative_config": drafter, "dtype": "float16"}
     with make_engine(model=str(path), **options) as llm:
-        ask, answers = asks(llm), said(llm)
+        ask, said_beside = asks(llm), partial(said, llm, KINDS_BESIDE_DRAFTS)
+        answers = said_beside()
         ask(capture_kept)
         before = ask(count_replayed)
-        assert said(llm) == answers and ask(count_replayed) > before
+        assert said_beside() == answers and ask(count_replayed) > before
         assert_no_strangers(ask)
         _, _, strangers = ask(find_strangers, ("speculator.",))
         assert any("of nobody" in line for line in strangers), strangers
         captured, before = ask(which_capture), ask(count_replayed)
         ask(move_head)
-        assert said(llm) == answers
+        assert said_beside() == answers
         assert ask(which_capture) != captured and ask(count_replayed) > before
 
 
