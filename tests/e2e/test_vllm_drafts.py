@@ -755,25 +755,34 @@ def test_heads_on_two_gpus(make_engine: MakeEngine, tmp_path: Path, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_batched", [True, False])
+@SPECULATIONS
 def test_scheduled_at_once_through_too_few_blocks(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_batched: bool
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speculation: Callable[..., dict[str, Any]],
+    is_batched: bool,
 ) -> None:
     """To the longest sequence, too, and with tokens that stop a text inside its drafts."""
     path, prompts = WRITERS["Qwen3"](tmp_path), parity_prompts(RANDOM_VOCAB_SIZE)[:32]
     max_model_len = max(map(len, prompts)) + NUM_NEW // 2
     options: dict[str, Any] = {"model": str(path), "enforce_eager": False, **GPU_MEMORY}
     options |= {"runner": "V2", "max_num_batched_tokens": 101, "max_num_seqs": 16}
-    options |= {"max_model_len": max_model_len, **rose(batched_scheduling=is_batched)}
+    options |= {"max_model_len": max_model_len}
     with make_engine(**options) as llm:
         alone = complete(llm, prompts)
         texts = texts_of(prompts, alone)
         assert {len(each.token_ids) for each in alone} > {NUM_NEW}
     num_blocks = max_model_len // 16 + 8
-    with make_engine(**options, num_gpu_blocks_override=num_blocks, **n_grams(3)) as llm:
+    options |= speculation(3, path) | rose(batched_scheduling=is_batched, adaptive_drafts=False)
+    with make_engine(**options, num_gpu_blocks_override=num_blocks) as llm:
         assert batches_decode_steps(llm.llm_engine.vllm_config) == is_batched
         preempted = count_preemptions(scheduler_of(llm))
         for kind in DRAFTERS:
-            draft_as(monkeypatch, texts, kind)
+            if speculation is eagle3:
+                draft_behind_heads(monkeypatch, llm, texts, kind)
+            else:
+                draft_as(monkeypatch, texts, kind)
             assert_right(path, prompts, complete(llm, prompts), GPU_ROUNDING)
             # The ninth new token of each text, unless another one was as likely.
             params = [
