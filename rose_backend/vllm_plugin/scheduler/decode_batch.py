@@ -504,6 +504,15 @@ class DecodeBatch:
         """Whether a grammar needs tokens of a step in flight before it can make its mask."""
         return any(request.num_output_placeholders for request in self._grammar_requests)
 
+    def has_no_use_for_drafts(self, is_unused: Callable[[Request, int, int], bool]) -> bool:
+        """Whether no request has a step after the next one. Of a batch that goes on the first request usually has.
+
+        Args:
+            is_unused: says it of a request, of its computed tokens, and of those that it computes in the next step.
+        """
+        num_tokens = self._num_tokens
+        return all(is_unused(request, request.num_computed_tokens, num_tokens) for request in self._requests)
+
     def data_of_next_step(self, new_block_ids: NewBlockIds) -> CachedRequestData:
         """Return the part of the next step's scheduler output that the workers get.
 

@@ -339,6 +339,8 @@ class BatchedScheduling(Scheduler):
             num_spec_tokens_to_schedule=self._num_drafts,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
+        if self._skips_drafts(batch):
+            output.skip_drafts = True
         self._add_encoded_items(batch, output)
         if self.connector is not None:
             output.kv_connector_block_state = KVConnectorBlockState(
@@ -365,6 +367,11 @@ class BatchedScheduling(Scheduler):
         if self.defer_block_free and is_new_step:
             self.sched_step_seq += 1
         batch.advance(self._num_placeholders, self.sched_step_seq if self.defer_block_free else None)
+
+    def _skips_drafts(self, batch: DecodeBatch) -> bool:
+        """Whether a head makes no drafts in the batch's next step, its requests' last one; vLLM does from 0.33 on."""
+        can_skip: bool = getattr(self, "can_skip_drafts", False)
+        return can_skip and batch.has_no_use_for_drafts(self._drafts_unused)
 
     def _add_encoded_items(self, batch: DecodeBatch, output: SchedulerOutput) -> None:
         """Name the multimodal items of a batch whose data workers need no more; vLLM does from 0.33 on."""
@@ -420,6 +427,9 @@ class BatchedScheduling(Scheduler):
         is_new_step = not output.total_num_scheduled_tokens
         # vLLM does not look it up where it schedules nothing.
         output.num_spec_tokens_to_schedule = self._num_drafts
+        if getattr(output, "skip_drafts", False) and not self._skips_drafts(batch):
+            # Only of the rest nobody has any use for drafts.
+            output.skip_drafts = False
         _put_first(batch, data, output)
         output.scheduled_spec_decode_tokens = (
             batch.drafts_of_next_step() | output.scheduled_spec_decode_tokens
