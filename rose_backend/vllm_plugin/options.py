@@ -214,9 +214,9 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     if speculative is None:
         return None
     reasons = {
-        # A drafter with its own K/V cache also needs blocks for the tokens after a step's own.
-        "drafts other than n-grams": speculative.method not in NGRAM_METHODS
-        or vllm_config.num_lookahead_tokens > 0,
+        # Some of the others take more room in a step than they have drafts.
+        "drafts other than n-grams or an EAGLE head's": speculative.method
+        not in (*NGRAM_METHODS, *EAGLE_METHODS),
         # It drops drafts from a step, in the scheduler's own output.
         "drafts with model runner V1": not vllm_config.use_v2_model_runner,
         "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,

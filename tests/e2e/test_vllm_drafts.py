@@ -167,7 +167,7 @@ def n_grams(num_tokens: int, model: Path | None = None) -> dict[str, Any]:
         "speculative_config": {**NGRAM, "num_speculative_tokens": num_tokens},
         "disable_log_stats": False,
         # In each step, right or wrong.
-        "additional_config": {"rose": {"adaptive_drafts": False}},
+        **rose(adaptive_drafts=False),
     }
 
 
@@ -181,6 +181,7 @@ def eagle3(num_tokens: int, model: Path, **fields: Any) -> dict[str, Any]:
     return {
         "speculative_config": write_eagle3_drafter(model, num_tokens, **fields),
         "disable_log_stats": False,
+        **rose(adaptive_drafts=False),
     }
 
 
@@ -478,7 +479,7 @@ def test_heads_read_what_vllms_layers_give_them(
             return drafts
 
         monkeypatch.setattr(RunnerV1, "propose_draft_token_ids", propose)
-        with make_engine(**options, additional_config={"rose": switches}) as llm:
+        with make_engine(**options | rose(**switches)) as llm:
             texts, model = texts_of(prompts, complete(llm, prompts)), runner_of(llm).model
             layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
             appends = {name: layer.impl.appends_in_attention for name, layer in layers.items()}
@@ -642,16 +643,17 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
     # Not 0: on a GPU vLLM's norms write over the embeddings that it gives to a head, unless they are compiled.
     options |= eagle3(3, path, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     # Replayed steps do not call what is recorded.
-    of_both = {"step_graph": False}
+    of_both = {"step_graph": False, "adaptive_drafts": False}
     vllms = {"fused_mlp": False, "fused_add_layernorm": False, "fused_kv_append": False, **of_both}
     with pytest.MonkeyPatch.context() as patch:
         # Each of the head's steps is described by the host.
         patch.setattr(RoseAttentionMetadataBuilder, "supports_draft_decode_metadata_update", False)
-        with make_engine(**options, additional_config={"rose": vllms}) as llm:
+        with make_engine(**options | rose(**vllms)) as llm:
             assert not isinstance(runner_of(llm).model, decoder.RoseDecoder)
-            expected, wanted_drafts = record_heads(monkeypatch, llm, texts)
+            # Not while the next engine warms up, of whose requests nobody knows anything.
+            expected, wanted_drafts = record_heads(patch, llm, texts)
             complete(llm, prompts)
-    with make_engine(**options, enforce_eager=is_eager, additional_config={"rose": of_both}) as llm:
+    with make_engine(**options | rose(**of_both), enforce_eager=is_eager) as llm:
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
         assert runner_of(llm).speculator.supports_decode_metadata_update
         got, drafts = record_heads(monkeypatch, llm, texts)
@@ -754,25 +756,34 @@ def test_heads_on_two_gpus(make_engine: MakeEngine, tmp_path: Path, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_batched", [True, False])
+@SPECULATIONS
 def test_scheduled_at_once_through_too_few_blocks(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_batched: bool
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speculation: Callable[..., dict[str, Any]],
+    is_batched: bool,
 ) -> None:
     """To the longest sequence, too, and with tokens that stop a text inside its drafts."""
     path, prompts = WRITERS["Qwen3"](tmp_path), parity_prompts(RANDOM_VOCAB_SIZE)[:32]
     max_model_len = max(map(len, prompts)) + NUM_NEW // 2
     options: dict[str, Any] = {"model": str(path), "enforce_eager": False, **GPU_MEMORY}
     options |= {"runner": "V2", "max_num_batched_tokens": 101, "max_num_seqs": 16}
-    options |= {"max_model_len": max_model_len, **rose(batched_scheduling=is_batched)}
+    options |= {"max_model_len": max_model_len}
     with make_engine(**options) as llm:
         alone = complete(llm, prompts)
         texts = texts_of(prompts, alone)
         assert {len(each.token_ids) for each in alone} > {NUM_NEW}
     num_blocks = max_model_len // 16 + 8
-    with make_engine(**options, num_gpu_blocks_override=num_blocks, **n_grams(3)) as llm:
+    options |= speculation(3, path) | rose(batched_scheduling=is_batched, adaptive_drafts=False)
+    with make_engine(**options, num_gpu_blocks_override=num_blocks) as llm:
         assert batches_decode_steps(llm.llm_engine.vllm_config) == is_batched
         preempted = count_preemptions(scheduler_of(llm))
         for kind in DRAFTERS:
-            draft_as(monkeypatch, texts, kind)
+            if speculation is eagle3:
+                draft_behind_heads(monkeypatch, llm, texts, kind)
+            else:
+                draft_as(monkeypatch, texts, kind)
             assert_right(path, prompts, complete(llm, prompts), GPU_ROUNDING)
             # The ninth new token of each text, unless another one was as likely.
             params = [

@@ -5,7 +5,7 @@ Sleeping engines have a process of their own: vLLM's allocator serves one engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
+from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.graph_pointers import capture_kept, find_strangers
@@ -50,13 +51,15 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logit_bias": {5: 4.0, 7: -100.0}, "min_tokens": 3},
 )
 """Of every end, and with a report."""
+KINDS_BESIDE_DRAFTS = ({"temperature": 0.0}, {"temperature": 0.9}, KINDS[2])
+"""Of both ends, and what is left to vLLM's steps; it refuses min-p and bias."""
 
 
-def said(llm: Any) -> list[Any]:
-    """Return what an engine says to requests of all kinds, all of it from its weights: nothing is cached before."""
+def said(llm: Any, of: Sequence[dict[str, Any]] = KINDS) -> list[Any]:
+    """Return what an engine says to requests of these kinds, all of it from its weights: nothing is cached before."""
     assert llm.reset_prefix_cache()
     answers: list[Any] = []
-    for kinds in (KINDS[:1], KINDS[:2], KINDS):
+    for kinds in (of[:1], of[:2], of):
         params = [
             SamplingParams(max_tokens=20, ignore_eos=True, seed=index, **kinds[index % len(kinds)])
             for index in range(len(PROMPTS))
@@ -209,24 +212,34 @@ def move_head(worker: Any) -> None:
 
 
 def test_graphs_of_heads_hold_nothing_else_and_are_captured_again(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With drafts in all steps, and then in those of seeded requests only."""
     path = write_random_qwen3(tmp_path)
     drafter = write_eagle3_drafter(path, 3, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     # Whatever they are, most drafts are accepted.
     drafter |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
     options = {**OPTIONS, "runner": "V2", "speculative_config": drafter, "dtype": "float16"}
     with make_engine(model=str(path), **options) as llm:
-        ask, answers = asks(llm), said(llm)
+        ask = asks(llm)
+
+        def said_beside() -> list[Any]:
+            answers: list[Any] = []
+            for num_drafts in (3, 0):
+                monkeypatch.setattr(DraftDepth, "choose", lambda *_, chosen=num_drafts: chosen)
+                answers += said(llm, KINDS_BESIDE_DRAFTS)
+            return answers
+
+        answers = said_beside()
         ask(capture_kept)
         before = ask(count_replayed)
-        assert said(llm) == answers and ask(count_replayed) > before
+        assert said_beside() == answers and ask(count_replayed) > before
         assert_no_strangers(ask)
         _, _, strangers = ask(find_strangers, ("speculator.",))
         assert any("of nobody" in line for line in strangers), strangers
         captured, before = ask(which_capture), ask(count_replayed)
         ask(move_head)
-        assert said(llm) == answers
+        assert said_beside() == answers
         assert ask(which_capture) != captured and ask(count_replayed) > before
 
 

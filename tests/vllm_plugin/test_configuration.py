@@ -229,7 +229,7 @@ DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
         True,
         "num_speculative_tokens_per_batch_size",
     ),
-    "a model's": ({"method": "draft_model"}, True, True, "drafts other than n-grams"),
+    "a model's": ({"method": "draft_model"}, True, True, "drafts other than n-grams or an EAGLE head's"),
 }
 """Options of drafts, whether the model runner is V2, whether steps overlap, and why decodes go one by one."""
 
@@ -251,9 +251,10 @@ def test_which_drafts_are_scheduled_at_once(
     names = ("batched_scheduling", "step_budget", "adaptive_drafts")
     assert [idle_parts(line).get(name) for name in names] == [reason] * 3
     assert batches_decode_steps(config) is adapts_drafts(config) is (reason is None)
-    # Whatever its name, a drafter that writes behind a step's tokens needs more room.
-    monkeypatch.setattr(type(config), "num_lookahead_tokens", 2)
-    assert not batches_decode_steps(config)
+    for method in ("eagle", "eagle3"):
+        monkeypatch.setattr(config.speculative_config, "method", method)
+        of_heads = None if case == "a model's" else reason
+        assert batches_decode_steps(config) is adapts_drafts(config) is (of_heads is None)
 
 
 @pytest.mark.parametrize(

@@ -333,8 +333,15 @@ class DecodeBatch:
         # A request that gets no token now may be gone at the next step.
         is_complete = len(self._requests) == len(self.running)
         self._last_step = int(self._num_certain_steps().min()) if is_complete else 0
-        self._num_steps_with_room = (numbers[1] - numbers[2]) // self._num_tokens
+        self._num_steps_with_room = self._num_steps_that_fit(numbers[1], numbers[2])
         self._full_at_step = int(self._num_steps_with_room.min())
+
+    def _num_steps_that_fit(
+        self, capacity: NDArray[np.int64], num_computed_tokens: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return how many steps of each request fit into its blocks, with what a drafter writes behind the last one."""
+        num_free: NDArray[np.int64] = capacity - num_computed_tokens - self._holders.num_lookahead_tokens
+        return num_free // self._num_tokens
 
     def _num_certain_steps(self) -> NDArray[np.int64]:
         """Return how many steps each request certainly has with all their tokens, counted from step 0."""
@@ -474,7 +481,7 @@ class DecodeBatch:
                 return None
             capacity = np.array([holders.capacity[row] for row in full_rows])
             self._numbers[1, full] = capacity
-            self._num_steps_with_room[full] = (capacity - self._numbers[2, full]) // self._num_tokens
+            self._num_steps_with_room[full] = self._num_steps_that_fit(capacity, self._numbers[2, full])
             self._full_at_step = int(self._num_steps_with_room.min())
             for position, new in zip(full.tolist(), blocks, strict=True):
                 new_block_ids[position] = new
@@ -496,6 +503,15 @@ class DecodeBatch:
     def lacks_grammar_tokens(self) -> bool:
         """Whether a grammar needs tokens of a step in flight before it can make its mask."""
         return any(request.num_output_placeholders for request in self._grammar_requests)
+
+    def has_no_use_for_drafts(self, is_unused: Callable[[Request, int, int], bool]) -> bool:
+        """Whether no request has a step after the next one. Of a batch that goes on the first request usually has.
+
+        Args:
+            is_unused: says it of a request, of its computed tokens, and of those that it computes in the next step.
+        """
+        num_tokens = self._num_tokens
+        return all(is_unused(request, request.num_computed_tokens, num_tokens) for request in self._requests)
 
     def data_of_next_step(self, new_block_ids: NewBlockIds) -> CachedRequestData:
         """Return the part of the next step's scheduler output that the workers get.

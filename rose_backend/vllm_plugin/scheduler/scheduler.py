@@ -30,6 +30,7 @@ from rose_backend.draft_depth import DraftDepth, ShadowDrafts
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
+    NGRAM_METHODS,
     adapts_drafts,
     batches_decode_steps,
     has_kv_connector,
@@ -121,8 +122,8 @@ class BatchedScheduling(Scheduler):
         """Choose for each step how many drafts it makes."""
         self._draft_depth = DraftDepth(self.num_spec_tokens)
         speculative = vllm_config.speculative_config
-        if speculative.rejection_sample_method != "synthetic":
-            # Synthetic acceptance has nothing to do with the texts.
+        # Synthetic acceptance has nothing to do with the texts.
+        if speculative.method in NGRAM_METHODS and speculative.rejection_sample_method != "synthetic":
             bounds = speculative.prompt_lookup_min, speculative.prompt_lookup_max
             self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds, tokens_of=_tokens_of_running)
         self._draft_next(self.num_spec_tokens)
@@ -338,6 +339,8 @@ class BatchedScheduling(Scheduler):
             num_spec_tokens_to_schedule=self._num_drafts,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
+        if self._skips_drafts(batch):
+            output.skip_drafts = True
         self._add_encoded_items(batch, output)
         if self.connector is not None:
             output.kv_connector_block_state = KVConnectorBlockState(
@@ -364,6 +367,11 @@ class BatchedScheduling(Scheduler):
         if self.defer_block_free and is_new_step:
             self.sched_step_seq += 1
         batch.advance(self._num_placeholders, self.sched_step_seq if self.defer_block_free else None)
+
+    def _skips_drafts(self, batch: DecodeBatch) -> bool:
+        """Whether a head makes no drafts in the batch's next step, its requests' last one; vLLM does from 0.33 on."""
+        can_skip: bool = getattr(self, "can_skip_drafts", False)
+        return can_skip and batch.has_no_use_for_drafts(self._drafts_unused)
 
     def _add_encoded_items(self, batch: DecodeBatch, output: SchedulerOutput) -> None:
         """Name the multimodal items of a batch whose data workers need no more; vLLM does from 0.33 on."""
@@ -419,6 +427,9 @@ class BatchedScheduling(Scheduler):
         is_new_step = not output.total_num_scheduled_tokens
         # vLLM does not look it up where it schedules nothing.
         output.num_spec_tokens_to_schedule = self._num_drafts
+        if getattr(output, "skip_drafts", False) and not self._skips_drafts(batch):
+            # Only of the rest nobody has any use for drafts.
+            output.skip_drafts = False
         _put_first(batch, data, output)
         output.scheduled_spec_decode_tokens = (
             batch.drafts_of_next_step() | output.scheduled_spec_decode_tokens

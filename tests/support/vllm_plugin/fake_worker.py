@@ -149,6 +149,8 @@ class FakeWorker:
             sequence = _Sequence([], [], [list(ids) for ids in new.block_ids], features=new.mm_features)
             # Model runner V2 gets resumed requests as new ones, with all their tokens.
             sequence.extend(with_contents(new.prefill_token_ids or new.prompt_token_ids, new.mm_features))
+            if self._reads_ahead and new.req_id in self._sequences:
+                self._follow_turn(self._sequences[new.req_id], sequence, new.num_computed_tokens)
             self._sequences[new.req_id] = sequence
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -172,6 +174,16 @@ class FakeWorker:
             # The scheduler counts drafts that may have been rejected meanwhile (asynchronous scheduling).
             starts[request_id] = min(cached.num_computed_tokens[index], len(sequence.tokens) - 1)
         return starts
+
+    def _follow_turn(self, last: _Sequence, sequence: _Sequence, start: int) -> None:
+        """Let a session go on: another token than in its last turn may follow what it has computed.
+
+        vLLM leaves what the drafter has made of the one before: it may be wrong, its drafts are verified.
+        """
+        if not start or last.tokens[start : start + 1] == sequence.tokens[start : start + 1]:
+            return
+        blocks, offsets = self._slots(sequence, start - 1, start)
+        self.drafter_memory[blocks, offsets] = self._drafter_entries(sequence, start - 1, start)
 
     def _drafts_to_verify(self, request_id: str, scheduled: list[int]) -> list[int]:
         # Placeholders stand for the worker's own drafts; where it has none, for tokens that are always rejected.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -210,13 +211,21 @@ def _spec_of(window: int | None, block_size: int) -> Any:
     return as_rose_spec(FullAttentionSpec(**shape, dtype=torch.float32))
 
 
-def drafting(num_drafts: int = NUM_DRAFTS, share_right: float = 0.7) -> dict[str, Any]:
-    """Return options of ``make_simulation`` with which its worker drafts, and decodes may be scheduled at once."""
-    return {
-        "use_v2_model_runner": True,
-        "speculative_config": n_grams(num_drafts, "ngram_gpu"),
-        "worker_options": {"num_drafts": num_drafts, "share_right": share_right},
-    }
+def drafting(
+    num_drafts: int = NUM_DRAFTS, share_right: float = 0.7, *, model: Path | None = None
+) -> dict[str, Any]:
+    """Return options of ``make_simulation`` with which its worker drafts, and decodes may be scheduled at once.
+
+    Args:
+        model: a folder with a model and, in ``head``, an EAGLE-3 head, which drafts; if None, drafts are n-grams.
+    """
+    of_worker: dict[str, Any] = {"num_drafts": num_drafts, "share_right": share_right}
+    options = {"use_v2_model_runner": True, "worker_options": of_worker}
+    if model is None:
+        return options | {"speculative_config": n_grams(num_drafts, "ngram_gpu")}
+    of_worker |= {"num_lookahead": num_drafts, "drafter_reads_ahead": True}
+    head = {"method": "eagle3", "model": str(model / "head"), "num_speculative_tokens": num_drafts}
+    return options | {"model": str(model), "speculative_config": head}
 
 
 def make_request(
