@@ -15,7 +15,7 @@ import torch
 from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.scheduler.draft_depth import DraftDepth
+from rose_backend.draft_depth import DraftDepth
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.graph_pointers import capture_kept, find_strangers
