@@ -15,7 +15,6 @@ import torch
 from vllm import SamplingParams
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.draft_depth import DraftDepth
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.graph_pointers import capture_kept, find_strangers
@@ -212,24 +211,15 @@ def move_head(worker: Any) -> None:
 
 
 def test_graphs_of_heads_hold_nothing_else_and_are_captured_again(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """With drafts in all steps, and then in those of seeded requests only."""
     path = write_random_qwen3(tmp_path)
     drafter = write_eagle3_drafter(path, 3, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     # Whatever they are, most drafts are accepted.
     drafter |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
     options = {**OPTIONS, "runner": "V2", "speculative_config": drafter, "dtype": "float16"}
     with make_engine(model=str(path), **options) as llm:
-        ask = asks(llm)
-
-        def said_beside() -> list[Any]:
-            answers: list[Any] = []
-            for num_drafts in (3, 0):
-                monkeypatch.setattr(DraftDepth, "choose", lambda *_, chosen=num_drafts: chosen)
-                answers += said(llm, KINDS_BESIDE_DRAFTS)
-            return answers
-
+        ask, said_beside = asks(llm), partial(said, llm, KINDS_BESIDE_DRAFTS)
         answers = said_beside()
         ask(capture_kept)
         before = ask(count_replayed)

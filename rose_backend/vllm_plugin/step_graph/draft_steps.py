@@ -297,16 +297,15 @@ class AdaptiveSteps:
     """Steps with all drafts or with none, one by one, as the scheduler chooses. Steps between the two are vLLM's.
 
     Args:
-        without: steps without drafts.
-        with_all: steps with all of them, made later: they wrap the product with the model's head that the others have
-            wrapped.
+        runner: as of ``DraftSteps``.
 
     Attributes:
         stream: that both kinds were captured on.
     """
 
-    def __init__(self, without: StepGraphs, with_all: DraftSteps) -> None:
-        self._without, self._with = without, with_all
+    def __init__(self, runner: Any) -> None:
+        # The second one wraps the product with the head that the first one has wrapped.
+        self._without, self._with = StepGraphs(runner), DraftSteps(runner)
         self._last: WholeSteps = self._with
 
     @property
