@@ -115,7 +115,7 @@ TABLES = {
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
     "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
-    "vllm_llama8b_int4": Table("inside_vllm", "h200/vllm_llama8b_int4.json", _offline_table),
+    "vllm_llama8b_awq": Table("inside_vllm", "h200/vllm_llama8b_awq.json", _offline_table),
     "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
     "vllm_request_kinds_qwen3": Table(
         "inside_vllm", "h200/vllm_request_kinds_qwen3.json", engines.request_kinds_table
@@ -176,8 +176,8 @@ SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
         (STOCK,),
     ),
     (
-        "inside vLLM, Llama 8B in int4: decode step of 1 / 32 / 128 requests (ms)",
-        "vllm_llama8b_int4",
+        "inside vLLM, Llama 8B in int4 (AWQ): decode step of 1 / 32 / 128 requests (ms)",
+        "vllm_llama8b_awq",
         [f"step, {n} requests, greedy" for n in (1, 32, 128)],
         HOST,
         (STOCK,),

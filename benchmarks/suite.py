@@ -120,13 +120,16 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for name, shape in (("llama8b", "llama-8b-fp8"), ("qwen3_8b", "qwen3-8b-fp8"))
     },
-    "vllm_llama8b_int4": (
-        f"{_OFFLINE} --backends rose rose-in-vllm vllm --shape llama-8b-int4 --dtype bfloat16 --max-num-seqs 128 "
-        "--scenes decode offline --batches 1 8 32 64 128 --cases greedy --offline 64 512 128 "
-        """--engine-options 'rose-in-vllm={"enable_flashinfer_autotune":false}' """
-        """--engine-options 'vllm={"enable_flashinfer_autotune":false}'""",
-        _ENGINES[:3],
-    ),
+    **{
+        f"vllm_llama8b_{name}": (
+            f"{_OFFLINE} --backends {' '.join(backends)} --shape llama-8b-{name} --dtype bfloat16 --max-num-seqs 128 "
+            "--scenes decode offline --batches 1 8 32 64 128 --cases greedy --offline 64 512 128 "
+            """--engine-options 'rose-in-vllm={"enable_flashinfer_autotune":false}' """
+            """--engine-options 'vllm={"enable_flashinfer_autotune":false}'""",
+            backends,
+        )
+        for name, backends in (("int4", _ENGINES[:3]), ("awq", _INSIDE_VLLM))
+    },
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
@@ -134,14 +137,15 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         f"vllm_{name}": (
             f"{_OFFLINE} --shape {shape} --dtype bfloat16 --backends rose-in-vllm vllm --scenes decode "
-            "--batches 1 32 256 --cases greedy --compare-drafts --kv-cache-tokens 98304 "
+            f"--batches 1 32 256 --cases greedy --compare-drafts --kv-cache-tokens {room} "
             f"--engine-options 'rose-in-vllm={options}' --engine-options 'vllm={options}'",
             _INSIDE_VLLM,
         )
-        for name, shape, options in (
-            ("ngram_qwen3", "qwen3-0.6b", _NGRAM),
-            ("ngram_llama8b", "llama-8b", _NGRAM),
-            ("eagle3_qwen3", "qwen3-0.6b", _EAGLE3),
+        for name, shape, options, room in (
+            ("ngram_qwen3", "qwen3-0.6b", _NGRAM, 98_304),
+            ("ngram_llama8b", "llama-8b", _NGRAM, 98_304),
+            ("eagle3_qwen3", "qwen3-0.6b", _EAGLE3, 98_304),
+            ("eagle3_llama8b", "llama-8b", _EAGLE3, 81_920),
         )
     },
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),

@@ -36,6 +36,7 @@ COMMITS = {
     "362af6f304d91d05": "565c3f4",
     "599447310db3df2c": "0359739",
     "cbb1652fd183cdf8": "72efd5b",
+    "5a9cc545e2b746fd": "f5be7a6",
     "ac5b196703977cc8": "8a4036a",
     "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",

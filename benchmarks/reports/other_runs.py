@@ -154,10 +154,16 @@ OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_eagle3_qwen3.json": Run(
         "three drafts of an EAGLE-3 head for each request of Qwen3 0.6B", drafts
     ),
+    "h200/vllm_eagle3_llama8b.json": Run(
+        "three drafts of an EAGLE-3 head for each request of Llama 8B, but where they did not pay; now they are "
+        "always made",
+        drafts,
+    ),
     "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),
     "h200/vllm_gpt_oss.json": Run(
         "steps of gpt-oss 20B in bfloat16 inside vLLM, windows and experts", offline
     ),
+    "h200/vllm_llama8b_int4.json": Run("steps of Llama 8B in int4 without zeros", offline),
     "h200/vllm_llama8b_int4_machete.json": Run(
         "steps of Llama 8B in int4, with vLLM's layers (Machete) around the rest of Rose as a third side",
         offline,
