@@ -31,15 +31,15 @@ from rose_backend.kernels.decode_step.ops import accept_drafts, look_up_drafts
 logger = logging.getLogger(__name__)
 
 MAX_VERIFIED_TOKENS = 512
-"""Of a step with drafts; with more requests it has none. Their logits take as much memory as those of a captured step
-of as many requests, and with so many a step without drafts uses the GPU's arithmetic as well."""
+"""Limit on a step with drafts, which has none with more requests. Its logits take as much memory as those of a captured
+step of 512 requests, and steps of more than 128 requests keep the GPU's arithmetic busy without drafts."""
 
 Slots = NDArray[np.signedinteger[Any]]
 _LOG_INTERVAL_S = 10.0
 
 
 def max_drafted_rows(num_drafts: int) -> int:
-    """Return how many requests a step takes that have so many drafts each."""
+    """Return how many requests a step with ``num_drafts`` for each of them takes."""
     return MAX_VERIFIED_TOKENS // (num_drafts + 1)
 
 

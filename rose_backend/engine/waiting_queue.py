@@ -59,7 +59,7 @@ class WaitingQueue:
         return self._num_held[tenant]
 
     def append(self, completion: Completion) -> None:
-        """Let a new one wait, behind its tenant's others."""
+        """Add a new one after its tenant's others."""
         self._queues.setdefault(completion.request.tenant, deque()).append(completion)
 
     def put_back(self, completions: Iterable[Completion]) -> None:

@@ -133,8 +133,8 @@ def begin_mixed_step(
     """Write the inputs of a step with several tokens in a row: parts of prompts, or a last token and drafts after it.
 
     Tokens past those of the rows are padding: they get no place in the KV cache, and keep what ids and positions are
-    there. Block tables are written as by ``begin_decode_step``, with drafts as many tokens further: a drafter with K/V
-    goes on behind the step's own. Groups with states are not served.
+    there. Block tables are written as by ``begin_decode_step``, and for as many further tokens as there are drafts: a
+    drafter with its own K/V continues after the step's tokens. Groups with states are not served.
 
     Args:
         state: with drafts, a row that is no prompt has up to all of its slot's after its last token.

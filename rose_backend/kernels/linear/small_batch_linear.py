@@ -558,8 +558,8 @@ def _multiply_int4(
     of_sums = scales[3] if SUMS else None
     shifts = _less_than_middle(of_codes(of_sums, known, num_columns, begin, TILES.K, STEP, GROUP))
     for start in range(begin, tl.minimum(begin + TILES.DEPTH, TILES.K), TILES.BLOCK_K):
-        # Not a turn before they are used, as scales: numbers that come of what a turn hands on pass through shared
-        # memory on their way to tensor cores, and a layer with 32 to 128 rows takes twice as long.
+        # Scales are loaded a turn ahead, zeros are not: where they are carried from one turn to the next, the compiler
+        # moves the numbers made from them through shared memory, which doubles a layer's time with 32 to 128 rows.
         zeros = of_codes(None if SUMS else scales[3], known, num_columns, start, TILES.K, STEP, GROUP)
         words = tl.load(word_ptrs + start // 4)
         numbers = from_int4(words, zeros, x_ptr.dtype.element_ty, FORMAT.BY_ASSEMBLER)

@@ -339,7 +339,7 @@ class DecodeBatch:
     def _num_steps_that_fit(
         self, capacity: NDArray[np.int64], num_computed_tokens: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return how many steps of each request fit into its blocks, with what a drafter writes behind the last one."""
+        """Return how many steps of each request fit into its blocks, with what a drafter writes after them."""
         num_free: NDArray[np.int64] = capacity - num_computed_tokens - self._holders.num_lookahead_tokens
         return num_free // self._num_tokens
 

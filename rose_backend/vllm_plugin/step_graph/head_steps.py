@@ -1,12 +1,12 @@
-"""Steps of decodes with the drafts of an EAGLE head: behind the end, vLLM's graphs of the head and what lies between.
+"""Steps of decodes with the drafts of an EAGLE head: after the end, vLLM's graphs of the head and what connects them.
 
 vLLM has a graph of the head's first pass, over all tokens of a step, and one of all later passes, of a token each. The
 end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
-each a place earlier, with the sampled one behind those that were accepted. Between the two graphs vLLM's kernel
+each a place earlier, with the sampled one after those that were accepted. Between the two graphs vLLM's kernel
 prepares the later passes, and after them the drafts go from the head's rows to the requests' slots.
 
 Whatever is written is vLLM's, at the addresses that its own steps use. Its kernels are launched for rows of padding,
-too, which vLLM leaves out: such a row has "rejected" -1 tokens, so that it has one token behind all others, where
+too, which vLLM leaves out: such a row has "rejected" -1 tokens, so that its only token lies after all others, where
 the batch is padded anyway.
 """
 
@@ -94,7 +94,7 @@ class HeadSteps(DraftSteps):
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """Capture what surrounds vLLM's graphs; see ``WholeSteps.capture``."""
-        # The token that vLLM's kernel writes for a row of padding lies behind those of the batch that is there now.
+        # The token that vLLM's kernel writes for a row of padding comes after those of the batch that is there now.
         with torch.inference_mode():
             for size in self._sizes[:1]:
                 self._begin(size, None)
