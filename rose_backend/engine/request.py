@@ -132,8 +132,6 @@ class Request:
     is_streaming: bool
     namespace: bytes = b""
     """Of the prefix cache: only requests with the same one share cached tokens."""
-    tenant: bytes = b""
-    """Who waits for slots beside others, see ``WaitingQueue``."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     text_context: list[int] = field(default_factory=list)
     """Tokens of the prompt on which the text of its answers depends."""
@@ -241,8 +239,6 @@ class ProcessedInput(NamedTuple):
     """Of the prefix cache."""
     bad_words_token_ids: list[list[int]]
     """What ``bad_words`` are as tokens."""
-    tenant: bytes = b""
-    """Who waits for slots beside others."""
 
 
 class InputProcessor:
@@ -291,14 +287,12 @@ class InputProcessor:
         params_list: Sequence[SamplingParams],
         namespace: bytes | None = None,
         options: PromptOptions = _AS_GIVEN,
-        tenant: bytes = b"",
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
             options: of all of them.
-            tenant: of all of them.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
@@ -312,14 +306,14 @@ class InputProcessor:
                 params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
-                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words, tenant))
+                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words))
         return processed
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
     ) -> Request:
         """Build a request of what ``process`` has returned."""
-        number, prompt, ids, params, namespace, bad_words_token_ids, tenant = processed
+        number, prompt, ids, params, namespace, bad_words_token_ids = processed
         room = self.max_model_len - len(ids)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -329,7 +323,6 @@ class InputProcessor:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             is_streaming=is_streaming,
             namespace=namespace,
-            tenant=tenant,
             bad_words_token_ids=bad_words_token_ids,
             text_context=self._decoder(params).context(ids),
             prompt_logprobs=self.make_prompt_logprobs(processed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.outputs import EngineStats
 from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
-from rose_backend.engine.waiting_queue import WaitingQueue
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import (
     MAX_PROMPT_TOKENS_AMONG_DECODES,
@@ -42,16 +42,6 @@ class _Candidate(NamedTuple):
     """That its whole sequence needs."""
 
 
-class _Blocked(NamedTuple):
-    """Was the first in the queue when there were too few blocks for it."""
-
-    completion: Completion
-    num_free_blocks: int
-    """Then."""
-    num_blocks: int
-    """That it needs to be free."""
-
-
 class _Deferred(NamedTuple):
     """Waits for a prefix that another prompt of this step computes. Its slots and blocks are kept for it."""
 
@@ -60,7 +50,7 @@ class _Deferred(NamedTuple):
 
 
 class Admission:
-    """First come, first served among a tenant's requests: none overtakes one that waits for slots or blocks.
+    """First come, first served: no request overtakes one that waits for slots or blocks.
 
     A request is deferred to the next step when another one in this step computes a prefix that both share. Its slot and
     blocks stay reserved while later requests are admitted.
@@ -74,7 +64,7 @@ class Admission:
         commits: DeferredCommits,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
-        self.waiting = WaitingQueue()
+        self.waiting: deque[Completion] = deque()
         self.num_reserved_slots = 0
         """Free slots that are reserved for siblings of running completions."""
         self._manager = manager
@@ -83,7 +73,7 @@ class Admission:
         self._chunked_prefill = config.chunked_prefill
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
-        self._blocked: _Blocked | None = None
+        self._blocked: tuple[Completion, int] | None = None
         self._in_flight_prefixes = InFlightPrefixes(manager, min_tokens_worth_waiting)
 
     def may_admit(self, num_running: int) -> bool:
@@ -93,11 +83,7 @@ class Admission:
         the device half as long as one over eight.
         """
         min_free_slots = min(self._min_arrivals, len(self.waiting))
-        if (
-            self._manager.num_free_rows < min_free_slots
-            and num_running
-            and not self.waiting.first_has_nothing
-        ):
+        if self._manager.num_free_rows < min_free_slots and num_running:
             return False
         return self._may_admit_one(num_running)
 
@@ -106,9 +92,8 @@ class Admission:
             return False
         if self._blocked is None:
             return True
-        blocked = self._blocked
-        is_first = blocked.completion is self.waiting.first
-        if is_first and num_running and self._manager.num_free_blocks <= blocked.num_free_blocks:
+        blocked, num_free_blocks = self._blocked
+        if blocked is self.waiting[0] and num_running and self._manager.num_free_blocks <= num_free_blocks:
             return False
         self._blocked = None
         return True
@@ -133,11 +118,11 @@ class Admission:
         while budget > 0 and self._may_admit_one(num_running + len(candidates)):
             is_first = not num_running and not candidates
             picked = self._pick(
-                self.waiting.first, budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
+                self.waiting[0], budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
             )
             if picked is None:
                 break
-            completion = self.waiting.take()
+            completion = self.waiting.popleft()
             if isinstance(picked, _Deferred):
                 deferred.append(completion)
                 num_reserved_blocks += picked.num_blocks
@@ -147,7 +132,7 @@ class Admission:
             budget -= picked.num_tokens
             num_reserved_blocks += picked.num_new_blocks
         served = self._reserve_first_chunks(candidates)
-        self._put_back(*reversed(deferred))
+        self.waiting.extendleft(reversed(deferred))
         return self._assign_slots(served)
 
     def _pick(
@@ -190,7 +175,7 @@ class Admission:
             # In the next step the cache may supply the blocks it lacks now.
             return _Deferred(num_slots, num_needed) if fits else None
         if not fits:
-            self._blocked = _Blocked(completion, num_free_blocks - num_reserved_blocks, num_needed + spare)
+            self._blocked = (completion, num_free_blocks - num_reserved_blocks)
             return None
         self._in_flight_prefixes.add(token_ids, match, min(num_remaining, budget))
         admission = manager.add(token_ids, namespace=namespace, match=match, counts_lookup=not reports_prompt)
@@ -216,34 +201,9 @@ class Admission:
             candidate = candidates[num_served]
             self._manager.free(np.array([candidate.slot]))
             self.num_reserved_slots -= candidate.completion.num_siblings_to_fork
-            self._put_back(candidate.completion)
-            num_free_blocks = self._manager.num_free_blocks
-            self._blocked = _Blocked(candidate.completion, num_free_blocks, num_free_blocks + 1)
+            self.waiting.appendleft(candidate.completion)
+            self._blocked = (candidate.completion, self._manager.num_free_blocks)
         return candidates[:num_served]
-
-    def _put_back(self, *completions: Completion) -> None:
-        for completion in completions:
-            self.waiting.hold(completion.request.tenant, -1)
-        self.waiting.put_back(completions)
-
-    def lacks_room_for_its_turn(self) -> bool:
-        """Whether the next one's tenant holds no slot, and has to wait for those that another one holds several of.
-
-        Of blocks this says so once they were too few.
-        """
-        if not self.waiting.first_has_nothing:
-            return False
-        first = self.waiting.first
-        num_slots = 1 + first.num_siblings_to_fork
-        if self._manager.num_free_rows - self.num_reserved_slots < num_slots:
-            # No more than is left to the other.
-            return num_slots <= self.waiting.num_held(self.waiting.largest_holder)
-        blocked = self._blocked
-        return (
-            blocked is not None
-            and blocked.completion is first
-            and self._manager.num_free_blocks < blocked.num_blocks
-        )
 
     def _reserve(self, candidates: list[_Candidate]) -> bool:
         slots = np.array([candidate.slot for candidate in candidates])
@@ -284,10 +244,8 @@ class Step:
 class Scheduler:
     """Continuous batching: decodes first, then prompts in order of arrival, under one token budget.
 
-    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted of
-    the tenant that holds the most slots: it goes back to the front of its queue and is computed again later. The oldest
-    of all therefore always finishes: no deadlock. So it is preempted, too, for the first request of a tenant that holds
-    no slot.
+    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted: it
+    goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled.
@@ -343,8 +301,7 @@ class Scheduler:
 
     def repeat(self) -> bool:
         """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
-        has_changed = self.num_drafts_wanted != self._num_drafts_planned
-        if self._num_repeats <= 0 or has_changed or self._may_admit() or self._must_make_room():
+        if self._num_repeats <= 0 or self.num_drafts_wanted != self._num_drafts_planned or self._may_admit():
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
@@ -368,10 +325,6 @@ class Scheduler:
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
         """
-        if self._must_make_room():
-            if num_in_flight:
-                return None
-            self._make_room()
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
             return None
@@ -436,10 +389,7 @@ class Scheduler:
         self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
         self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
         self._state.num_siblings_to_fork[slots] = 0
-        completions = self._state.clear(slots)
-        for completion in completions:
-            self.waiting.hold(completion.request.tenant, -1)
-        return completions
+        return self._state.clear(slots)
 
     def _defer_decodes(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
@@ -559,7 +509,7 @@ class Scheduler:
                 return None
             if len(self.running_slots) == 1:
                 raise IntegrityError("the block pool cannot serve its only sequence")
-            self._preempt()
+            self._preempt_newest()
             was_short = True
 
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
@@ -602,27 +552,12 @@ class Scheduler:
     def _may_admit(self) -> bool:
         return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
-    def _must_make_room(self) -> bool:
-        return not len(self._slots_in_pass) and self._admission.lacks_room_for_its_turn()
-
-    def _make_room(self) -> None:
-        """Preempt requests of the tenant that holds the most slots for the first one of a tenant that holds none."""
-        while self._must_make_room():
-            self._preempt()
-
-    def _preempt(self) -> None:
-        """Preempt the newest request of those tenants that hold the most slots: never the oldest one of all."""
+    def _preempt_newest(self) -> None:
         slot = self.running_slots[-1:]
-        most = self.waiting.num_held(self.waiting.largest_holder)
-        for index in range(len(self.running_slots) - 1, -1, -1):
-            tenant = self._state.completion(int(self.running_slots[index])).request.tenant
-            if self.waiting.num_held(tenant) == most:
-                slot = self.running_slots[index : index + 1]
-                break
         num_computed = int(self._manager.num_computed_tokens[slot[0]])
         completion = self.release(slot)[0]
         completion.num_computed_before = max(completion.num_computed_before, num_computed)
-        self.waiting.put_back([completion])
+        self.waiting.appendleft(completion)
         self.counters.preemptions += 1
 
     def _admit(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -648,6 +583,5 @@ class Scheduler:
             sibling = self._input_processor.make_completion(parent.request, index, parent.seed)
             parent.request.completions.append(sibling)
             self._state.fill(slot, sibling)
-        self.waiting.hold(parent.request.tenant, num_children)
         self.running_slots = np.concatenate([self.running_slots, children])
         return children

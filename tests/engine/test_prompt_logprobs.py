@@ -132,7 +132,7 @@ def preempt(core: EngineCore) -> None:
         if not num_in_flight:
             scheduler.schedule = schedule  # type: ignore[method-assign]
             core._commits.flush()
-            scheduler._preempt()
+            scheduler._preempt_newest()
         return schedule(num_in_flight)
 
     assert pipeline._scheduler is scheduler

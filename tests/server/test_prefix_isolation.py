@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
@@ -16,8 +15,7 @@ from starlette.datastructures import Headers
 
 from rose_backend.server.service import CacheNamespaces
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import MODEL, LiveServer, read_metric, running_server, wait_until
-from tests.support.patience import HANG_S
+from tests.server.live_server import LiveServer, running_server
 
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 KEYS = {"api_keys": (VICTIM, ATTACKER)}
@@ -206,37 +204,6 @@ def test_the_engine_hears_of_neither_key_nor_salt() -> None:
     assert salts == [namespace_of(namespaces, *pair) for pair in pairs]
     # Another server with the same keys makes different ones.
     assert not set(salts) & {namespace_of(CacheNamespaces(settings), *pair) for pair in pairs}
-
-
-@pytest.mark.parametrize("shares_cache", [False, True])
-def test_tenants_are_keys_whatever_their_salts(shares_cache: bool) -> None:
-    settings = ServerSettings(served_model_names=("m",), api_keys=("a", "b"), share_prefix_cache=shares_cache)
-    namespaces = CacheNamespaces(settings)
-    tenants = [namespaces.tenant(Headers(headers_of(key))) for key in ("a", "b", "a")]
-    assert tenants[0] == tenants[2] != tenants[1] and {len(each) for each in tenants} == {32}
-    assert namespaces.tenant(Headers({"x-api-key": "b"})) == tenants[1]
-    open_to_all = CacheNamespaces(ServerSettings(served_model_names=("m",)))
-    assert open_to_all.tenant(Headers(headers_of("a"))) == b""
-
-
-def test_a_key_does_not_wait_for_all_that_another_one_has_sent(tiny_model_path: Path) -> None:
-    with running_server(tiny_model_path, KEYS, max_num_seqs=2) as server:
-
-        def waiting(server: LiveServer) -> float:
-            return read_metric(server.http.get("/metrics").text, "num_requests_waiting")
-
-        def complete(key: str, number: int, max_tokens: int) -> int:
-            body = {"model": MODEL, "prompt": [number], "max_tokens": max_tokens, "ignore_eos": True}
-            answer = server.http.post("/v1/completions", json=body, headers=headers_of(key), timeout=HANG_S)
-            assert answer.status_code == 200, answer.text
-            return int(answer.json()["usage"]["completion_tokens"])
-
-        with ThreadPoolExecutor(24) as pool:
-            flood = [pool.submit(complete, ATTACKER, number, 600) for number in range(24)]
-            wait_until(lambda: waiting(server) >= 20)
-            assert complete(VICTIM, 30, 2) == 2
-            assert waiting(server) >= 10
-            assert [each.result() for each in flood] == [600] * 24
 
 
 def test_one_namespace_for_requests_that_are_not_told_apart() -> None:
