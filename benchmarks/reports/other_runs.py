@@ -155,8 +155,8 @@ OTHER_RUNS: dict[str, Run] = {
         "three drafts of an EAGLE-3 head for each request of Qwen3 0.6B", drafts
     ),
     "h200/vllm_eagle3_llama8b.json": Run(
-        "three drafts of an EAGLE-3 head for each request of Llama 8B, but where they did not pay; now they are "
-        "always made",
+        "three drafts of an EAGLE-3 head for each request of Llama 8B; those that did not pay were left out, which is "
+        "no longer so",
         drafts,
     ),
     "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),

@@ -146,6 +146,27 @@ def test_a_ratio_is_to_the_fastest_run_of_a_peer_and_names_it() -> None:
     assert "| decode, 1 | 1 ms | 6 ms | 5 ms | 5.00x |" in alone and "Ratios are to" not in alone
 
 
+@pytest.mark.parametrize(
+    ("changes", "ratio"),
+    [
+        ({"method": "ngram_gpu"}, "2.00x (vLLM 2 ms)"),
+        ({"method": "eagle3"}, "4.00x"),
+        ({"num_speculative_tokens": 1}, "4.00x"),
+    ],
+)
+def test_lookups_of_the_same_drafts_are_one_peer(changes: dict[str, Any], ratio: str) -> None:
+    drafter = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def run(drafts: dict[str, Any], **medians: float) -> dict[str, Any]:
+        of_all = report([row("decode, 1", side, median) for side, median in medians.items()])
+        options = {"engine_options": {"vllm": {"speculative_config": drafts}}}
+        facts = {"benchmark": "offline_compare", "backends": {side: {"version": "1"} for side in medians}}
+        return {**of_all, **facts, "settings": {**of_all["settings"], **options}}
+
+    named, other = run(drafter, rose=1.0, vllm=4.0), run(drafter | changes, vllm=2.0)
+    assert f"| decode, 1 | 1 ms | 4 ms | {ratio} |" in offline_table(named, peers.fastest([named, other]))
+
+
 def poisson_turn(name: str, rate: float | None, backend: str, value: float, **changes: Any) -> dict[str, Any]:
     figures = {**dict.fromkeys(COMPARED, value), "failed": 0, "client_busy": 0.25}
     return {"set": name, "rate": rate, "backend": backend, **figures, **changes}

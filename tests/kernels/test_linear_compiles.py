@@ -11,7 +11,7 @@ import torch
 from rose_backend.kernels import Float8Weight, Int4Weight, NormInput
 from rose_backend.kernels.linear import float8, int4, many_rows
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
+from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, record_launches
 from tests.support.linear_cases import GATED_SHAPES, SHAPES, make_case, overlapping
 
 HALF, FLOAT32 = torch.float16, torch.float32
@@ -89,6 +89,17 @@ def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capabil
     compile_chosen_config(capability, rows, *shape, HALF)
 
 
+@pytest.mark.parametrize("rows", [8, 32, 64, 128])
+def test_zeros_take_no_shared_memory_of_their_own(rows: int) -> None:
+    """Numbers that pass through it on their way to tensor cores leave room for half as many programs."""
+    plain, zeros = (
+        compile_chosen_config(90, rows, 4096, 28_672, f"int4-128 {parts}nobias", torch.bfloat16)
+        for parts in ("", "zeros ")
+    )
+    # Zeros themselves do at most.
+    assert zeros.shared_bytes <= plain.shared_bytes + 1024
+
+
 @compiles("_split_kernel", "small_batch_linear_kernel", capabilities=(90, 100))
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("shape", FLOAT8_SHAPES)
@@ -140,7 +151,7 @@ def compile_chosen_config(
     dtype: torch.dtype,
     *,
     num_x_parts: int = 16,
-) -> None:
+) -> Resources:
     case = make_case(rows, depth, columns, parts, dtype, has_values=False)
     case.x = case.x.clone(memory_format=torch.contiguous_format)
     given, out = case.given(), torch.empty((rows, case.num_outputs), dtype=dtype)
@@ -198,3 +209,4 @@ def compile_chosen_config(
     assert len(splits) == split
     for each in splits:
         assert compile_launch(each, capability).spill_bytes == 0
+    return resources

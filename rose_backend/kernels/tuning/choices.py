@@ -49,6 +49,7 @@ class LinearConfig:
 
 
 LINEAR_PREFETCH = constants("linear prefetch")
+INT4_ZEROS = constants("int4 zeros")
 _MIN_PROGRAMS = 96
 """That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
 132."""
