@@ -31,8 +31,8 @@ from rose_backend.kernels.decode_step.ops import accept_drafts, look_up_drafts
 logger = logging.getLogger(__name__)
 
 MAX_VERIFIED_TOKENS = 512
-"""Tokens that a step with drafts computes at most; steps of more requests have no drafts. The logits of so many take as
-much memory as those of a step of 512 requests."""
+"""Tokens that a step with drafts computes at most; steps of more requests have no drafts. Their logits fill the memory
+that those of 512 requests without drafts fill."""
 
 Slots = NDArray[np.signedinteger[Any]]
 _LOG_INTERVAL_S = 10.0
