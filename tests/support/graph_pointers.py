@@ -19,6 +19,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import set_current_vllm_config
 
 from rose_backend.vllm_plugin.step_graph.addresses import Range, addresses_of
+from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps
 from rose_backend.vllm_plugin.step_graph.runner_hooks import managers_of
 
 MAX_NAME = 100
@@ -65,10 +66,18 @@ def graphs_of(runner: Any) -> dict[str, torch.cuda.CUDAGraph]:
     """Return all graphs that are replayed in whole steps, vLLM's of the layers, of a head's, and Rose's around them."""
     layers, *of_head = managers_of(runner)
     steps = layers.rose_step_graphs
-    found = {f"layers, {desc.num_tokens} tokens": graph for desc, graph in layers.graphs.items()}
-    around = [("begin", steps._begins), ("end", steps._ends)]
+    names = [f"layers, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in layers.graphs]
+    found = dict(zip(names, layers.graphs.values(), strict=True))
+    around = []
+    if isinstance(steps, AdaptiveSteps):
+        without, steps = steps._without, steps._with
+        around = [("begin without drafts", without._begins), ("end without drafts", without._ends)]
+    around += [("begin", steps._begins), ("end", steps._ends)]
     for index, manager in enumerate(of_head):
-        found |= {f"head {index}, {desc.num_tokens} tokens": graph for desc, graph in manager.graphs.items()}
+        names = [
+            f"head {index}, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in manager.graphs
+        ]
+        found |= dict(zip(names, manager.graphs.values(), strict=True))
     if of_head:
         around += [("later passes", steps._begins_of_later_passes), ("passes", steps._ends_of_passes)]
     for kind, captured in around:
