@@ -26,6 +26,8 @@ MAX_NAME = 100
 UNSET_BEYOND = 64
 """Larger parameters of torch's own kernels have words that are never written, as strides past a tensor's dimensions.
 Addresses in these count only where memory is in use."""
+UNSET_IN = "CatArrayBatchedCopy"
+"""A kernel of torch's whose sizes and strides have such words in a smaller parameter."""
 WORKSPACE_BYTES = (32 << 20, (2 * 4096 + 8 * 16) << 10)
 """Of cuBLAS, as torch allocates them on Hopper and on other GPUs."""
 MAX_GAP = 1 << 40
@@ -211,7 +213,7 @@ def _words_of_kernel(node: Any, where: str) -> Iterator[Held]:
         error, offset, size = driver.cuFuncGetParamInfo(function, index)
         if error != driver.CUresult.CUDA_SUCCESS:
             return
-        is_certain = not ("at6native" in name and size > UNSET_BEYOND)
+        is_certain = not ("at6native" in name and size > (8 if UNSET_IN in name else UNSET_BEYOND))
         value = ctypes.string_at(ctypes.c_void_p.from_address(pointers + 8 * index).value, size)
         for start in range(-offset % 8, size - 7, 8):
             (word,) = struct.unpack_from("<Q", value, start)
