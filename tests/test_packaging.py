@@ -146,10 +146,18 @@ def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rose_backend.__version__"}
-    newest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None
-    versions = {importlib.metadata.version("rose-backend"), rose_backend.__version__, newest.group(1)}
-    assert versions == {rose_backend.__version__}
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    newest = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", sections[1])
+    assert newest is not None, "the newest release is a version and its date"
+    command = [sys.executable, "-m", "rose_backend.cli", "--version"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    versions = {
+        "CHANGELOG.md": newest.group(1),
+        "installed metadata": importlib.metadata.version("rose-backend"),
+        "rose --version": told.stdout.strip().removeprefix("rose "),
+    }
+    assert versions == dict.fromkeys(versions, rose_backend.__version__)
 
 
 def test_vllm_finds_the_metadata_that_names_its_platform() -> None:
