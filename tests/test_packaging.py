@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import os
 import re
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import rose_backend
+from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,27 +122,65 @@ build_meta.build_wheel(folder)
 """
 
 
-def test_distributions_hold_the_package_whole_and_no_tests(tmp_path: Path) -> None:
-    package = {path for path in repository_files() if path.is_relative_to(ROOT / "rose_backend")}
-    files = {
-        ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
-    }
-    for path in {*package, *files, Path(__file__), ROOT / "tests" / "conftest.py"}:
-        copy = tmp_path / "tree" / path.relative_to(ROOT)
+def package_files() -> set[Path]:
+    """Return the files of the package that git knows."""
+    return {path for path in repository_files() if path.is_relative_to(ROOT / "rose_backend")}
+
+
+def files_beside_the_package() -> set[Path]:
+    """Return what a distribution is built from or carries beside the package."""
+    names = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+    return {ROOT / name for name in names}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a source distribution and a wheel of these files."""
+    folder = tmp_path_factory.mktemp("distributions")
+    for path in {*package_files(), *files_beside_the_package(), *(ROOT / "tests").glob("*.py")}:
+        copy = folder / "tree" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
-    command = [sys.executable, "-c", BUILD, str(tmp_path)]
-    subprocess.run(command, cwd=tmp_path / "tree", stdout=subprocess.DEVNULL, timeout=300, check=True)
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    subprocess.run(command, cwd=folder / "tree", stdout=subprocess.DEVNULL, timeout=300, check=True)
+    return folder
 
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+
+def test_distributions_hold_the_package_whole_and_no_tests(distributions: Path) -> None:
+    package = package_files()
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as sdist:
         found = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {str(path.relative_to(ROOT)) for path in package | files} <= found
+    assert {str(path.relative_to(ROOT)) for path in package | files_beside_the_package()} <= found
     assert [name for name in found if name.split("/")[0] == "tests"] == []
 
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         folders = {name.split("/")[0] for name in wheel.namelist()}
         assert {str(path.relative_to(ROOT)) for path in package} <= set(wheel.namelist())
     assert folders == {"rose_backend", f"rose_backend-{rose_backend.__version__}.dist-info"}
+
+
+def test_metadata_says_which_python_torch_and_vllm(distributions: Path) -> None:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        name = f"rose_backend-{rose_backend.__version__}.dist-info/METADATA"
+        metadata = email.message_from_bytes(wheel.read(name))
+    needed = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    (vllm,) = [item for item in needed if item.name == "vllm"]
+    assert vllm.marker is not None and str(vllm.marker) == 'extra == "vllm"', "vLLM itself is not required"
+    assert vllm.specifier == SpecifierSet(SUPPORTED_VERSIONS)
+    (torch,) = [item for item in needed if item.name == "torch" and item.marker is None]
+    oldest = re.fullmatch(r">=3\.(\d+)", metadata["Requires-Python"])
+    classified = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier")), re.MULTILINE)
+    assert oldest is not None and min(map(int, classified)) == int(oldest[1])
+
+    # The description, which tools show, is the README: its table names releases, the ranges above have their ends.
+    stated = dict(
+        re.findall(r"^\| (Python|vLLM|PyTorch) \| ([^|]+) \|$", str(metadata.get_payload()), re.MULTILINE)
+    )
+    releases = {name: re.findall(r"\d+\.\d+", text) for name, text in stated.items()}
+    assert releases["Python"][0] == f"3.{oldest[1]}"
+    assert releases["vLLM"] == [f"0.{n}" for n in range(100) if vllm.specifier.contains(f"0.{n}.0")]
+    allowed = [f"2.{n}" for n in range(100) if torch.specifier.contains(f"2.{n}.0")]
+    assert (releases["PyTorch"][0], releases["PyTorch"][-1]) == (allowed[0], allowed[-1])
 
 
 def test_versions_agree() -> None:
