@@ -267,35 +267,8 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def _ask_ahead(
-    weight_ptr,
-    rows,
-    num_rows,
-    begin,
-    FORMAT: tl.constexpr,  # WeightFormat
-    TILES: tl.constexpr,  # Tiles
-    PREFETCH: tl.constexpr,
-):
-    """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight."""
-    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    if FORMAT.STEP > 0:
-        begin = begin // 4
-    lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, TILES.WIDTH - 1)
-    known = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    # One request per line; the asm's result only gives the operation a value to hang on.
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _ask_for_groups(tensor_ptr, rows, num_rows, begin, FORMAT: tl.constexpr, TILES: tl.constexpr):
-    """Ask for scales or zeros, [N, O], of the columns of a program's part of the depth."""
+def _ask_for_lines(tensor_ptr, rows, num_rows, begin, FORMAT: tl.constexpr, TILES: tl.constexpr):
+    """Ask for elements of some columns of a tensor [N, O] of scales or zeros."""
     NUM: tl.constexpr = (TILES.DEPTH + FORMAT.GROUP - 1) // FORMAT.GROUP
     LINES: tl.constexpr = triton.next_power_of_2(NUM)
     groups = tl.minimum(begin // FORMAT.GROUP + tl.arange(0, LINES), (TILES.K - 1) // FORMAT.GROUP)
@@ -317,6 +290,42 @@ def _stored_rows(columns, num_columns, FORMAT: tl.constexpr):
     if FORMAT.HALVES:
         rows = columns % 2 * (num_columns // 2) + columns // 2
     return rows
+
+
+@triton.jit
+def _ask_ahead(
+    weight_ptr,
+    rows,
+    num_rows,
+    begin,
+    scales,
+    tile,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILES: tl.constexpr,  # Tiles
+    PREFETCH: tl.constexpr,
+):
+    """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight.
+
+    Of an int4 weight with groups also for their scales and zeros: a line for each half of the columns.
+    """
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    first = begin // 4 if FORMAT.STEP > 0 else begin
+    lines = tl.minimum(first + tl.arange(0, PREFETCH) * LINE, TILES.WIDTH - 1)
+    known = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    # One request per line; the asm's result only gives the operation a value to hang on.
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    if FORMAT.STEP > 0 and FORMAT.GROUP > 0:
+        firsts = _stored_rows(tile * TILES.BLOCK_N + tl.arange(0, 2), num_rows, FORMAT)
+        _ask_for_lines(scales[0], firsts, num_rows, begin, FORMAT, TILES)
+        if scales[3] is not None:
+            _ask_for_lines(scales[3], firsts, num_rows, begin, FORMAT, TILES)
 
 
 @triton.jit
@@ -754,12 +763,7 @@ def small_batch_linear_kernel(
             weight_ptr, weight_rows, in_columns, TILES.K, begin, TILES.K, TILES.BLOCK_K, TILES.WARP_SPLIT
         )
     elif PREFETCH > 0:
-        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, FORMAT, TILES, PREFETCH)
-        if FORMAT.STEP > 0 and FORMAT.GROUP > 0:
-            firsts = _stored_rows(tile * TILES.BLOCK_N + tl.arange(0, 2), num_columns, FORMAT)
-            _ask_for_groups(scales[0], firsts, num_columns, begin, FORMAT, TILES)
-            if scales[3] is not None:
-                _ask_for_groups(scales[3], firsts, num_columns, begin, FORMAT, TILES)
+        _ask_ahead(weight_ptr, weight_rows, num_columns, begin, scales, tile, FORMAT, TILES, PREFETCH)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:
