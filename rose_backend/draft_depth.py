@@ -4,7 +4,7 @@ Both engines use it.
 
 A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
 much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
-engine runs. Without drafts, those that would have been made are looked up for one request at a time, on the CPU, and
+engine runs. Without drafts, what n-grams would have drafted is looked up for one request at a time, on the CPU, and
 compared with what the model writes.
 """
 

@@ -21,7 +21,8 @@ from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel, Co
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.decode_runner import launched_widths
-from rose_backend.engine.kv_pool import allocate_kv_cache, choose_max_model_len
+from rose_backend.engine.head_drafts import load_draft_head
+from rose_backend.engine.kv_pool import allocate_kv_cache, cached_sizes, choose_max_model_len
 from rose_backend.engine.model_runner import ModelRunner, captures_graphs
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import SequenceState
@@ -96,7 +97,7 @@ def launch_everything(
         before_draws: called before the first of the sampler's kernels is launched.
     """
     with part("kernels"):
-        warm_kernels(config, model, kv_cache)
+        warm_kernels(runner, config, model, kv_cache)
     before_draws()
     has_graphs = captures_graphs(config, "cuda")
     with part("sampler"):
@@ -111,13 +112,13 @@ def launch_everything(
 
 
 @torch.inference_mode()
-def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
+def warm_kernels(runner: ModelRunner, config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
     """Launch each kernel that a step can reach outside captured graphs, on padding."""
     device = kv_cache.device
     sizes = model.config, num_processors(device)
     passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
     for each in show_progress("preparing kernels", passes):
-        _run_padding(model, kv_cache, each)
+        _run_padding(runner, model, kv_cache, each)
     for num_pairs in row_counts(config.max_num_seqs):
         null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
         block_clone(kv_cache, null_block, null_block, block_dim=2)
@@ -170,7 +171,7 @@ def padding_passes(
     return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
 
 
-def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
+def _run_padding(runner: ModelRunner, model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
     num_decodes, num_prefills, tokens_per_prefill = each
     num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, kv_cache.device
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -183,7 +184,11 @@ def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> 
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
     )
-    model.forward(zeros, zeros, kv_cache, metadata)
+    if num_decodes:
+        model.forward(zeros, zeros, kv_cache, metadata)
+    else:
+        of_rows = zeros.new_full((num_rows,), -1)
+        runner.forward_prompts(zeros, zeros, metadata, of_rows, of_rows)
 
 
 def compile_starts(
@@ -226,7 +231,8 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             switches=config,
             max_model_len=config.max_model_len,
         )
-        sizes = model.config
+        head = load_draft_head(config, model)
+        sizes = cached_sizes(model.config, head)
         max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
         kv_cache = allocate_kv_cache(_NUM_BLOCKS, config.block_size, sizes, meta)
         manager = BlockManager(
@@ -237,7 +243,7 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             prefix_cache=False,
         )
         state = SequenceState(config.max_num_seqs, max_model_len, ())
-        runner = ModelRunner(model, config, manager, state, kv_cache)
+        runner = ModelRunner(model, config, manager, state, kv_cache, head)
         launch_everything(runner, config, model, kv_cache)
     return recorded.sources
 
@@ -246,7 +252,10 @@ def _key(directory: Path, config: EngineConfig) -> list[object]:
     options = [
         (field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _NO_EFFECT
     ]
-    return [(directory / CONFIG_FILE).read_bytes(), options]
+    directories = [directory]
+    if config.drafts is not None and config.drafts.model is not None:
+        directories.append(resolve_model_path(config.drafts.model))
+    return [*((each / CONFIG_FILE).read_bytes() for each in directories), options]
 
 
 def warm_cache(
