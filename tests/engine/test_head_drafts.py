@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.kernels.arguments import DraftedRows
-from tests.engine.test_drafts import NOT_ADAPTIVE, WIDTHS, Drafter, plain_crowd, texts_of
+from tests.engine.conftest import GREEDY
+from tests.engine.test_drafts import NOT_ADAPTIVE, WIDTHS, Clock, Drafter, plain_crowd, texts_of
 from tests.support.crowd import crowd, tokens_of
-from tests.support.eagle_checkpoints import write_eagle3_head
+from tests.support.eagle_checkpoints import write_eagle3_head, write_right_pair
 from tests.support.eagle_reference import DenseHead
 from tests.support.llama_checkpoints import write_checkpoint
 
@@ -88,24 +92,46 @@ class Mixed:
     """Asks the head, notes what it says, and lets what is known to come be verified in place of some of that.
 
     Args:
-        texts: all tokens of each completion, prompts included; one that is in none of them gets the head's drafts.
+        texts: all tokens of each completion, prompts included; None: the head's drafts are verified.
     """
 
-    def __init__(self, llm: LLM, num_drafts: int, texts: list[list[int]]) -> None:
+    def __init__(self, llm: LLM, num_drafts: int, texts: list[list[int]] | None = None) -> None:
         self._drafts = llm.core._runner.decoder.drafts
         self._ask = self._drafts.propose
-        self._right = Drafter("some", num_drafts, texts)
+        self._right = None if texts is None else Drafter("some", num_drafts, texts)
         self.proposed: list[tuple[list[int], list[int]]] = []
         """Known tokens, and the head's drafts after them."""
         self._drafts.propose = self
 
     def __call__(self, rows: DraftedRows) -> torch.Tensor:
-        own, right = self._ask(rows), self._right(rows)
+        own = self._ask(rows)
         for row, computed in enumerate(rows.num_computed_tokens.tolist()):
             if computed >= 1:
                 known = rows.token_ids[rows.slots[row], : computed + 1].tolist()
                 self.proposed.append((known, own[row].tolist()))
-        return torch.where(right >= 0, right, own)
+        return own if self._right is None else self._right(rows)
+
+    def check(self, pair: Pair, num_drafts: int, lengths: dict[tuple[int, ...], int]) -> None:
+        """Check some of what the head has said against what it says over whole texts.
+
+        Args:
+            lengths: of each prompt, tokens that there may be; places past them have no block.
+        """
+        inside = [
+            (known, drafts)
+            for known, drafts in self.proposed
+            if any(
+                len(known) + num_drafts <= most and tuple(known[: len(prompt)]) == prompt
+                for prompt, most in lengths.items()
+            )
+        ]
+        chosen = random.Random(1).sample(inside, min(len(inside), 250))
+        dense = DenseHead(*pair)
+        different = [known for known, drafts in chosen if dense.propose(known, num_drafts) != drafts]
+        assert not different, (
+            f"{len(different)} of {len(chosen)}, after {[len(known) for known in different]} tokens"
+        )
+        assert len({tuple(drafts) for _, drafts in chosen}) > 50
 
 
 @pytest.mark.parametrize(("run_ahead", "num_drafts"), [(0, 3), (1, 1), (2, 7)])
@@ -186,19 +212,121 @@ def test_proposals_are_those_over_whole_texts(pair: Pair, make_engine: MakeEngin
     assert stats.spec_decode_num_accepted_tokens > 100
     assert stats.preemptions > 0 or limits != "pressure"
     assert stats.prefix_cache_hits > 100 or limits == "no cache"
-    dense = DenseHead(*pair)
-    # Places past a request's greatest length have no block.
-    lengths = {tuple(prompt): len(prompt) + 20 - num_drafts for prompt in prompts}
-    inside = [
-        (known, drafts)
-        for known, drafts in mixed.proposed
-        if any(
-            len(known) <= most and tuple(known[: len(prompt)]) == prompt for prompt, most in lengths.items()
-        )
-    ]
-    chosen = rng.sample(inside, min(len(inside), 250))
-    different = [known for known, drafts in chosen if dense.propose(known, num_drafts) != drafts]
-    assert not different, (
-        f"{len(different)} of {len(chosen)}, after {[len(known) for known in different]} tokens"
+    mixed.check(pair, num_drafts, {tuple(prompt): len(prompt) + 20 for prompt in prompts})
+
+
+@pytest.fixture(scope="module")
+def write_right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Pair]:
+    """Return a function that writes a model and a head that is right but for a share of what decides; see
+    ``write_right_pair``."""
+    return lambda share: Pair(
+        *write_right_pair(tmp_path_factory.mktemp("right"), share=share, vocab_size=VOCAB_SIZE)
     )
-    assert len({tuple(drafts) for _, drafts in chosen}) > 50
+
+
+def random_prompts(num_prompts: int) -> list[list[int]]:
+    rng = random.Random(8)
+    return [rng.sample(range(1, VOCAB_SIZE), 3 + 5 * index) for index in range(num_prompts)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("num_drafts", [1, 4, 7])
+def test_all_drafts_of_a_head_that_is_right_are_accepted(
+    write_right: Callable[[float], Pair], run_ahead: int, num_drafts: int
+) -> None:
+    pair, prompts, options = write_right(0.0), random_prompts(6), {"dtype": "float32", "num_blocks": 200}
+    params = replace(GREEDY, max_tokens=1 + 5 * (num_drafts + 1))
+    with LLM(str(pair.model), **options) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    drafts = {"speculative_config": pair.drafts(num_drafts), "run_ahead": run_ahead} | NOT_ADAPTIVE
+    with LLM(str(pair.model), **options, **drafts) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        stats = llm.stats
+    # After the first token five steps are enough; the last token of a text may come before the drafts' end.
+    assert stats.spec_decode_num_drafts == 5 * len(prompts)
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40, "block_size": 8}], ids=str)
+def test_a_head_that_is_often_right(
+    write_right: Callable[[float], Pair], run_ahead: int, options: dict[str, Any]
+) -> None:
+    pair, prompts, num_drafts = write_right(0.008), random_prompts(10), 3
+    params = [
+        SamplingParams(temperature=0.2 * (index % 2), seed=index, max_tokens=40, ignore_eos=True)
+        for index in range(10)
+    ]
+    options = {"dtype": "float32", "num_blocks": 400, **options}
+    with LLM(str(pair.model), **options) as llm:
+        expected = tokens_of(llm, prompts, params)
+    drafts = {"speculative_config": pair.drafts(num_drafts), "run_ahead": run_ahead} | NOT_ADAPTIVE
+    with LLM(str(pair.model), **options, **drafts) as llm:
+        asked = Mixed(llm, num_drafts)
+        for _ in range(2):
+            assert tokens_of(llm, prompts, params) == expected
+        by_place = llm.stats.spec_decode_num_accepted_tokens_per_pos
+        num_drafted = llm.stats.spec_decode_num_drafts
+    assert num_drafted > by_place[0] > by_place[1] > by_place[2] > 20
+    asked.check(pair, num_drafts, {tuple(prompt): len(prompt) + 40 for prompt in prompts})
+
+
+@pytest.mark.parametrize("max_model_len", [39, 48, 49])
+@pytest.mark.parametrize(("run_ahead", "share"), [(0, 0.0), (4, 0.0), (2, 0.008)])
+def test_the_last_tokens_before_the_greatest_length(
+    write_right: Callable[[float], Pair], run_ahead: int, share: float, max_model_len: int
+) -> None:
+    pair = write_right(share)
+    prompts = [[7 + index] * (max_model_len - 1 - index) for index in range(12)]
+    params = [replace(GREEDY, max_tokens=None), SamplingParams(seed=3, max_tokens=None, ignore_eos=True)] * 6
+    options = {"dtype": "float32", "max_num_seqs": 12, "max_model_len": max_model_len}
+    with LLM(str(pair.model), **options) as llm:
+        expected = tokens_of(llm, prompts, params)
+    assert [len(one[0]) for one in expected] == list(range(1, 13))
+    drafts = {"speculative_config": pair.drafts(7), "run_ahead": run_ahead} | NOT_ADAPTIVE
+    # As few blocks as there may be: those of one sequence.
+    for num_blocks in (None, -(-max_model_len // 16) + 1):
+        with LLM(str(pair.model), num_blocks=num_blocks, **options, **drafts) as llm:
+            assert tokens_of(llm, prompts, params) == expected
+            assert llm.stats.spec_decode_num_drafts > 0
+            llm.core.check_integrity()
+
+
+def test_a_head_is_asked_where_it_pays(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts nothing is known of what it would say, so it is tried now and then."""
+    prompts, params = random_prompts(3), [replace(GREEDY, max_tokens=900)] * 3
+    expected = tokens_of(make_engine(0), prompts, params)
+    drafting = make_engine(run_ahead=1, adaptive_drafts=True)
+    clock = Clock(drafting, monkeypatch)
+    assert tokens_of(drafting, prompts, params) == expected
+    late = clock.steps[100:]
+    assert late.count(0) > 0.9 * len(late) > 300
+    assert late.count(3) > 0
+
+
+def test_a_block_holds_a_layer_of_the_head(pair: Pair, make_engine: MakeEngine) -> None:
+    plain, drafting = make_engine(0), make_engine()
+    shapes = [llm.core._runner._kv_cache.shape for llm in (plain, drafting)]
+    assert shapes[1] == (shapes[0][0] + 1, *shapes[0][1:])
+    space = {"cpu_kvcache_space_gib": 0.01, "num_blocks": None}
+    counts = [make_engine(num_drafts, **space).core.manager.num_usable_blocks + 1 for num_drafts in (0, 3)]
+    assert counts[1] == int(0.01 * 2**30) // (drafting.core._runner._kv_cache.nbytes // 800)
+    assert counts[1] < counts[0]
+
+
+def test_a_head_with_an_embedding_of_its_own(pair: Pair, tmp_path: Path) -> None:
+    """The same as the model's says the same, and another one something else."""
+    of_model = load_file(pair.model / "model.safetensors")["model.embed_tokens.weight"]
+    said = []
+    for embedding in (None, of_model, of_model.flip(0)):
+        head = tmp_path / str(len(said))
+        shutil.copytree(pair.head, head)
+        if embedding is not None:
+            tensors = load_file(head / "model.safetensors") | {"embed_tokens.weight": embedding.contiguous()}
+            save_file(tensors, head / "model.safetensors")
+        drafts = {"speculative_config": Pair(pair.model, head).drafts(3)} | NOT_ADAPTIVE
+        with LLM(str(pair.model), dtype="float32", num_blocks=100, **drafts) as llm:
+            asked = Mixed(llm, 3)
+            llm.generate([[5, 6, 7, 8, 9]], GREEDY)
+        said.append(asked.proposed)
+    assert said[0] == said[1] != said[2]

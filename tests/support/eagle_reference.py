@@ -24,9 +24,13 @@ class DenseHead:
         self._tensors = {name: each.float() for name, each in load_file(head / "model.safetensors").items()}
         self._embedding = self._model.get_input_embeddings().weight
 
-    @torch.inference_mode()
     def propose(self, tokens: list[int], num_drafts: int) -> list[int]:
         """Return the drafts after ``tokens``, of which the model has computed all but the last."""
+        return [draft for draft, _ in self.propose_with_margins(tokens, num_drafts)]
+
+    @torch.inference_mode()
+    def propose_with_margins(self, tokens: list[int], num_drafts: int) -> list[tuple[int, float]]:
+        """Return the same, and by how much the logit of each draft is the largest."""
         states = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         # What comes into layer i; the first has the embedding.
         held = [states[layer][0] for layer in sorted(self._config["eagle_aux_hidden_state_layer_ids"])]
@@ -35,9 +39,9 @@ class DenseHead:
         for _ in range(num_drafts):
             hidden = self._layer(torch.tensor(following), features)[-1:]
             logits = self._norm(hidden, "norm") @ self._tensors["lm_head.weight"].T
-            token = int(logits.argmax())
+            (best, second), (token, _) = (each[0].tolist() for each in logits.topk(2))
             token += int(self._tensors["d2t"][token]) if "d2t" in self._tensors else 0
-            drafts.append(token)
+            drafts.append((token, best - second))
             following.append(token)
             features = torch.cat([features, hidden])
         return drafts
