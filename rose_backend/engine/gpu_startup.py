@@ -97,7 +97,7 @@ def launch_everything(
         before_draws: called before the first of the sampler's kernels is launched.
     """
     with part("kernels"):
-        warm_kernels(runner, config, model, kv_cache)
+        warm_kernels(config, model, kv_cache)
     before_draws()
     has_graphs = captures_graphs(config, "cuda")
     with part("sampler"):
@@ -112,13 +112,16 @@ def launch_everything(
 
 
 @torch.inference_mode()
-def warm_kernels(runner: ModelRunner, config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
-    """Launch each kernel that a step can reach outside captured graphs, on padding."""
+def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
+    """Launch each kernel that a step can reach outside captured graphs, on padding.
+
+    A head's kernels are the same in all steps: warming decode steps up launches them.
+    """
     device = kv_cache.device
     sizes = model.config, num_processors(device)
     passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
     for each in show_progress("preparing kernels", passes):
-        _run_padding(runner, model, kv_cache, each)
+        _run_padding(model, kv_cache, each)
     for num_pairs in row_counts(config.max_num_seqs):
         null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
         block_clone(kv_cache, null_block, null_block, block_dim=2)
@@ -171,7 +174,7 @@ def padding_passes(
     return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
 
 
-def _run_padding(runner: ModelRunner, model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
+def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
     num_decodes, num_prefills, tokens_per_prefill = each
     num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, kv_cache.device
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -184,11 +187,7 @@ def _run_padding(runner: ModelRunner, model: CausalLM, kv_cache: torch.Tensor, e
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
     )
-    if num_decodes:
-        model.forward(zeros, zeros, kv_cache, metadata)
-    else:
-        of_rows = zeros.new_full((num_rows,), -1)
-        runner.forward_prompts(zeros, zeros, metadata, of_rows, of_rows)
+    model.forward(zeros, zeros, kv_cache, metadata)
 
 
 def compile_starts(

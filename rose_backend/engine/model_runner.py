@@ -371,7 +371,7 @@ class ModelRunner:
         if self._writes_apart:
             return
         self.prompts = PromptGraphs(
-            self.forward_prompts,
+            self._forward_prompts,
             self._max_num_batched_tokens,
             self._manager.block_table.shape[1],
             self._device,
@@ -506,7 +506,7 @@ class ModelRunner:
         hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata, held)
         return hidden, self.head_drafts.head.combine(held)
 
-    def forward_prompts(
+    def _forward_prompts(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -579,7 +579,7 @@ class ModelRunner:
             num_decodes=0,
             last_tokens_only=last_tokens_only,
         )
-        return self.forward_prompts(ids, where, metadata, next_ids, slots)
+        return self._forward_prompts(ids, where, metadata, next_ids, slots)
 
     def _take_reported_rows(self, chunks: Chunks) -> ReportedRows | None:
         """Return what a pass over ``chunks`` reports of prompts; None for nothing."""

@@ -292,6 +292,23 @@ def test_the_last_tokens_before_the_greatest_length(
             llm.core.check_integrity()
 
 
+def test_prompts_of_one_token(pair: Pair, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed by a decode step, in which there is nothing to ask the head about."""
+    prompts, params = [[5 + index] for index in range(6)], replace(GREEDY, max_tokens=20)
+    expected = tokens_of(make_engine(0), prompts, [params] * 6)
+    # What attention leaves out.
+    monkeypatch.setattr(
+        "rose_backend.layers.attention.empty_rows", lambda like, *shape: like.new_full(shape, torch.nan)
+    )
+    drafting = make_engine(7, widths=(8,), block_size=2)
+    asked = Mixed(drafting, 7)
+    assert tokens_of(drafting, prompts, [params] * 6) == expected
+    (short,) = tokens_of(drafting, [[90]], [replace(params, max_tokens=2)])
+    assert len(short[0]) == 2
+    assert not drafting.core._runner._kv_cache.isnan().any()
+    asked.check(pair, 7, {tuple(prompt): 21 for prompt in prompts})
+
+
 def test_a_head_is_asked_where_it_pays(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without drafts nothing is known of what it would say, so it is tried now and then."""
     prompts, params = random_prompts(3), [replace(GREEDY, max_tokens=900)] * 3
