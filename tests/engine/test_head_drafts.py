@@ -22,6 +22,7 @@ from tests.support.eagle_checkpoints import write_eagle3_head, write_right_pair
 from tests.support.eagle_reference import DenseHead
 from tests.support.llama_checkpoints import write_checkpoint
 
+MODELS = Path(__file__).parents[2] / "models"
 VOCAB_SIZE = 2560
 """Of the tokens of ``crowd``."""
 
@@ -319,6 +320,28 @@ def test_a_head_is_asked_where_it_pays(make_engine: MakeEngine, monkeypatch: pyt
     late = clock.steps[100:]
     assert late.count(0) > 0.9 * len(late) > 300
     assert late.count(3) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "smollm3", "tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"])
+def test_other_models(tmp_path: Path, name: str) -> None:
+    embedded = MODELS / name
+    model = embedded if embedded.is_dir() else write_checkpoint(tmp_path / "model", name)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    pair = Pair(model, write_eagle3_head(tmp_path / "head", model, draft_vocab_size=400, std=0.2, **layers))
+    prompts = [list(range(5 + index, 15 + 3 * index)) for index in range(8)]
+    params = [
+        SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=30, ignore_eos=True)
+        for index in range(8)
+    ]
+    options = {"dtype": "float32", "num_blocks": 300, "max_num_seqs": 8}
+    with LLM(str(model), **options) as llm:
+        expected = tokens_of(llm, prompts, params)
+    with LLM(str(model), speculative_config=pair.drafts(3), **NOT_ADAPTIVE, **options) as llm:
+        asked = Mixed(llm, 3, texts_of(prompts, expected))
+        assert tokens_of(llm, prompts, params) == expected
+        assert llm.stats.spec_decode_num_accepted_tokens > 100
+    if model is not embedded:
+        asked.check(pair, 3, {tuple(prompt): len(prompt) + 30 for prompt in prompts})
 
 
 def test_a_block_holds_a_layer_of_the_head(pair: Pair, make_engine: MakeEngine) -> None:
