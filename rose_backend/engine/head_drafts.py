@@ -135,11 +135,14 @@ class HeadDrafts(Drafts):
         token_ids, features, drafts = rows.input_ids, self._features[rows.slots], []
         for step in range(self.num_drafts):
             num_computed, positions = self._place(rows, step)
+            slots = None
+            if not self.head.switches.fused_kv_append:
+                slots = slots_of_rows(num_computed, self._block_table, 1, self._block_size)
             metadata = AttentionMetadata(
                 query_start_loc=None,
                 num_computed_tokens=num_computed,
                 block_table=self._block_table,
-                slot_mapping=slots_of_rows(num_computed, self._block_table, 1, self._block_size),
+                slot_mapping=slots,
                 num_decodes=len(num_computed),
             )
             token_ids, features = self.head.forward(token_ids, features, positions, self._kv_cache, metadata)

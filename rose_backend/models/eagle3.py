@@ -94,7 +94,7 @@ class Eagle3Head:
         self._num_tokens = num_tokens
         self._rotation = rotation
         self._adds_normed = adds_normed
-        self._switches = switches
+        self.switches = switches
         self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
 
     def combine(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -133,10 +133,10 @@ class Eagle3Head:
             self._attention_options,
             num_tokens=len(token_ids),
             num_heads=self.config.num_attention_heads,
-            fused_kv_append=self._switches.fused_kv_append,
+            fused_kv_append=self.switches.fused_kv_append,
         )
         assert isinstance(layer.mlp, Mlp), "a head has no experts"
-        stream = ResidualStream(residual, self._switches)
+        stream = ResidualStream(residual, self.switches)
         stream.add(attention(0, query, key, value), layer.attn_out)
         stream.silu_mlp(layer.mlp_norm, layer.mlp, layer.mlp_norm)
         normed = stream.normed(weights.final_norm)
