@@ -43,6 +43,7 @@ from rose_backend.layers.decoder import max_packed_int4_rows
 from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.eagle3 import resolve_head_path
 from rose_backend.models.quantization import Int4Quantization
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
 from rose_backend.scheduling import default_token_budgets
@@ -253,7 +254,7 @@ def _key(directory: Path, config: EngineConfig) -> list[object]:
     ]
     directories = [directory]
     if config.drafts is not None and config.drafts.model is not None:
-        directories.append(resolve_model_path(config.drafts.model))
+        directories.append(resolve_head_path(config.drafts.model))
     return [*((each / CONFIG_FILE).read_bytes() for each in directories), options]
 
 

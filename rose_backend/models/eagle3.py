@@ -31,7 +31,7 @@ from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig, check_supported, read_size
 from rose_backend.models.rope import read_rotary_options, rotary_table
 from rose_backend.models.streaming import HEAD, WeightReader, load_weights
-from rose_backend.models.weights import Checkpoint
+from rose_backend.models.weights import Checkpoint, resolve_model_path
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -161,6 +161,16 @@ class Eagle3Head:
         )
         rotate_query_key(query, key, positions, self._rotation)
         return (normed if self._adds_normed else features), query, key, value
+
+
+def resolve_head_path(path: str | Path) -> Path:
+    """Return the local directory of a head; see ``resolve_model_path``.
+
+    Raises:
+        ModelError: there is none.
+    """
+    with _named():
+        return resolve_model_path(path)
 
 
 def check_head(path: str | Path, sizes: ModelConfig) -> None:
