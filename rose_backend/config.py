@@ -20,7 +20,7 @@ GENERATION_CONFIGS = ("auto", "none")
 STEP_BUDGETS = ("auto", "off")
 """Besides numbers of milliseconds."""
 
-DRAFT_METHODS = ("ngram", "ngram_gpu")
+DRAFT_METHODS = ("ngram", "ngram_gpu", "eagle3")
 MAX_SPECULATIVE_TOKENS = 7
 """Drafts of a request in a step: decode attention takes up to 8 tokens of a row."""
 MAX_PROMPT_LOOKUP = 1024
@@ -175,9 +175,12 @@ class SpeculativeConfig:
     """
 
     method: str = ""
-    """``ngram``: what followed the last tokens earlier in prompt and output; ``ngram_gpu`` is the same."""
+    """``ngram``: what followed the last tokens earlier in prompt and output; ``ngram_gpu`` is the same. ``eagle3``:
+    what an EAGLE-3 head makes of the model's hidden states."""
     num_speculative_tokens: int = 0
     """Drafts that a request gets in a step."""
+    model: str | None = None
+    """Local directory or Hugging Face id of the head; only with ``eagle3``, which needs it."""
     prompt_lookup_max: int | None = None
     """Last tokens that are looked up, at most; None: as many as at least, or 5."""
     prompt_lookup_min: int | None = None
@@ -194,6 +197,11 @@ class SpeculativeConfig:
                 f"{MAX_SPECULATIVE_TOKENS}"
             )
         check_int(f"{owner}.num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        if self.has_head:
+            self._check_head()
+            return
+        if self.model is not None:
+            raise ConfigError(f"{owner}.model: got {self.model!r}, allowed is none with method {self.method}")
         most, least = self.prompt_lookup_max, self.prompt_lookup_min
         for name, value in (("max", most), ("min", least)):
             if value is not None:
@@ -208,6 +216,22 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "prompt_lookup_max", most)
         object.__setattr__(self, "prompt_lookup_min", least)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether an EAGLE head makes the drafts."""
+        return self.method == "eagle3"
+
+    def _check_head(self) -> None:
+        owner = "speculative_config"
+        if not isinstance(self.model, str) or not self.model:
+            got = "none" if self.model is None else repr(self.model)
+            raise ConfigError(
+                f"{owner}.model: got {got}, allowed is a directory or a Hugging Face id of a head"
+            )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{owner}.{name}: got {value!r}, allowed is none with method {self.method}")
 
     @classmethod
     def read(cls, value: object) -> SpeculativeConfig:
@@ -232,10 +256,10 @@ class SpeculativeConfig:
         return cls(**value)
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_speculative_tokens} a request in a step, by {self.method}: what followed the last "
-            f"{self.prompt_lookup_min} to {self.prompt_lookup_max} tokens before"
-        )
+        source = f"what followed the last {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens before"
+        if self.has_head:
+            source = f"the head {self.model}"
+        return f"{self.num_speculative_tokens} a request in a step, by {self.method}: {source}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,8 @@ _ENGINE_HELP = {
     "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
     "speculative_config": "drafts that decode steps verify, such as "
-    '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}\'; '
+    '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}\' or, with an '
+    'EAGLE-3 head, \'{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}\'; '
     "texts are the same without (default: no drafts)",
     "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
     "fused_kv_append": "attention stores new keys and values itself",

@@ -293,7 +293,9 @@ class EngineCore:
             bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
         self._state = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
-        self._runner = ModelRunner(loaded.model, config, self.manager, self._state, loaded.kv_cache)
+        self._runner = ModelRunner(
+            loaded.model, config, self.manager, self._state, loaded.kv_cache, loaded.head
+        )
         vocab_size = loaded.model.config.vocab_size
         self.grammars = GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids)
         preparation = None if self._returns_outputs else self.grammars.prepare()

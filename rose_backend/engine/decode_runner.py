@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -501,7 +501,17 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
 
-Compute = Callable[[DecodeBuffers, int, DraftedInputs | None], tuple[torch.Tensor, torch.Tensor]]
+class Computed(NamedTuple):
+    """What a step computes."""
+
+    token_ids: torch.Tensor
+    """int64, drawn after each of its tokens, row by row."""
+    logits: torch.Tensor
+    features: torch.Tensor | None
+    """[T, E] of each of its tokens, see ``HeadDrafts``; None: no head reads them."""
+
+
+Compute = Callable[[DecodeBuffers, int, DraftedInputs | None], Computed]
 
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
@@ -528,8 +538,7 @@ class DecodeRunner:
 
     Args:
         compute: given the buffers, a number of rows, and inputs if these have drafts, computes one step over
-            that many first rows and returns the tokens that are drawn, row by row, int64, and the logits. It must not
-            wait for the device.
+            that many first rows. It must not wait for the device.
         extras: draws again for slots with sampling extras.
         widths: numbers of rows that a step may be rounded up to, rising; a larger step is as wide as it must be.
         drafts: None: no step has any.
@@ -702,20 +711,22 @@ class DecodeRunner:
     def _step(self, width: int, _: None = None) -> torch.Tensor:
         """Compute a step without drafts; return its logits."""
         buffers, drafts = self.buffers, self.drafts
-        rows = None if drafts is None else drafts.rows_of(buffers, width)
-        token_ids, logits = self._compute(buffers, width, None)
-        if drafts is None or rows is None:
-            buffers.advance(token_ids)
-        else:
-            drafts.accept(token_ids, drafts.none_for(rows), rows, buffers)
-        return logits
+        if drafts is None:
+            computed = self._compute(buffers, width, None)
+            buffers.advance(computed.token_ids)
+            return computed.logits
+        rows = drafts.rows_of(buffers, width)
+        proposed = drafts.propose_none(rows)
+        computed = self._compute(buffers, width, None)
+        drafts.accept(computed.token_ids, proposed, rows, buffers, computed.features)
+        return computed.logits
 
     def _step_with_drafts(self, width: int, _: None = None) -> None:
         assert self.drafts is not None, "no drafts were asked for"
         rows = self.drafts.rows_of(self.buffers, width)
         proposed = self.drafts.propose(rows)
-        token_ids, _logits = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed))
-        self.drafts.accept(token_ids, proposed, rows, self.buffers)
+        computed = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed))
+        self.drafts.accept(computed.token_ids, proposed, rows, self.buffers, computed.features)
 
     @torch.inference_mode()
     def _upload_masks(self) -> None:

@@ -116,11 +116,23 @@ class Drafts:
         positions = (rows.positions[:, None] + self._offsets).clamp(max=self._token_ids.shape[1] - 1)
         return DraftedInputs(ids.flatten(), positions.flatten(), self._starts[: len(drafts) + 1])
 
-    def accept(self, drawn: torch.Tensor, drafts: torch.Tensor, rows: DraftedRows, buffers: Any) -> None:
-        """End a step in ``rows`` of ``buffers`` that drew ``drawn``, int64 ``[R * (1 + drafts of a row)]``."""
+    def accept(
+        self,
+        drawn: torch.Tensor,
+        drafts: torch.Tensor,
+        rows: DraftedRows,
+        buffers: Any,
+        features: torch.Tensor | None,
+    ) -> None:
+        """End a step in ``rows`` of ``buffers``.
+
+        Args:
+            drawn: int64 ``[R * (1 + drafts of a row)]``.
+            features: of its tokens, see ``HeadDrafts``; None where no head reads them.
+        """
         accept_drafts(drawn.view(len(rows.slots), -1), drafts, rows, buffers.history, buffers.step_index)
 
-    def none_for(self, rows: DraftedRows) -> torch.Tensor:
+    def propose_none(self, rows: DraftedRows) -> torch.Tensor:
         """Return the drafts of a step that has none."""
         return rows.input_ids.new_empty((len(rows.slots), 0))
 
@@ -142,14 +154,15 @@ class AdaptiveDrafts:
     """
 
     def __init__(self, config: SpeculativeConfig, state: SequenceState) -> None:
-        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
         self.num_drafts = config.num_speculative_tokens
         self._state = state
         self._depth = DraftDepth(self.num_drafts)
-        # Of a request slot and its generation, as one number.
-        self._shadow = ShadowDrafts[int](
-            self.num_drafts, config.prompt_lookup_min, config.prompt_lookup_max, self._tokens_of
-        )
+        # Of a request slot and its generation, as one number. What a head would draft is not known without it.
+        self._shadow: ShadowDrafts[int] | None = None
+        if config.prompt_lookup_min is not None and config.prompt_lookup_max is not None:
+            self._shadow = ShadowDrafts[int](
+                self.num_drafts, config.prompt_lookup_min, config.prompt_lookup_max, self._tokens_of
+            )
         self._chosen = self.num_drafts
         self._last_read: tuple[int, float] | None = None
         self._logged_s = -_LOG_INTERVAL_S
@@ -180,7 +193,12 @@ class AdaptiveDrafts:
         self._depth.note_accepted(num_accepted)
 
     def look(self, slots: Slots) -> None:
-        """Look after a step without drafts, over ``slots``, which of those would have been right that it could have."""
+        """Look after a step without drafts, over ``slots``, which of those would have been right that it could have.
+
+        Of a head's nothing is known then: what was accepted before counts until drafts are tried again.
+        """
+        if self._shadow is None:
+            return
         generation = self._state.generation
         requests: list[int] = (generation[slots] * len(generation) + slots).tolist()
         if (num_right := self._shadow.look(requests)) is not None:

@@ -21,7 +21,8 @@ from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel, Co
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.decode_runner import launched_widths
-from rose_backend.engine.kv_pool import allocate_kv_cache, choose_max_model_len
+from rose_backend.engine.head_drafts import load_draft_head
+from rose_backend.engine.kv_pool import allocate_kv_cache, cached_sizes, choose_max_model_len
 from rose_backend.engine.model_runner import ModelRunner, captures_graphs
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import SequenceState
@@ -42,6 +43,7 @@ from rose_backend.layers.decoder import max_packed_int4_rows
 from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.eagle3 import resolve_head_path
 from rose_backend.models.quantization import Int4Quantization
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
 from rose_backend.scheduling import default_token_budgets
@@ -112,7 +114,10 @@ def launch_everything(
 
 @torch.inference_mode()
 def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
-    """Launch each kernel that a step can reach outside captured graphs, on padding."""
+    """Launch each kernel that a step can reach outside captured graphs, on padding.
+
+    A head's kernels are the same in all steps: warming decode steps up launches them.
+    """
     device = kv_cache.device
     sizes = model.config, num_processors(device)
     passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
@@ -226,7 +231,8 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             switches=config,
             max_model_len=config.max_model_len,
         )
-        sizes = model.config
+        head = load_draft_head(config, model)
+        sizes = cached_sizes(model.config, head)
         max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
         kv_cache = allocate_kv_cache(_NUM_BLOCKS, config.block_size, sizes, meta)
         manager = BlockManager(
@@ -237,7 +243,7 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             prefix_cache=False,
         )
         state = SequenceState(config.max_num_seqs, max_model_len, ())
-        runner = ModelRunner(model, config, manager, state, kv_cache)
+        runner = ModelRunner(model, config, manager, state, kv_cache, head)
         launch_everything(runner, config, model, kv_cache)
     return recorded.sources
 
@@ -246,7 +252,10 @@ def _key(directory: Path, config: EngineConfig) -> list[object]:
     options = [
         (field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _NO_EFFECT
     ]
-    return [(directory / CONFIG_FILE).read_bytes(), options]
+    directories = [directory]
+    if config.drafts is not None and config.drafts.model is not None:
+        directories.append(resolve_head_path(config.drafts.model))
+    return [*((each / CONFIG_FILE).read_bytes() for each in directories), options]
 
 
 def warm_cache(

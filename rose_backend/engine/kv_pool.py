@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -11,12 +13,21 @@ from rose_backend.engine.prompt_logprobs import LOGITS_BYTES
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.eagle3 import Eagle3Head
 
 _GIB = 1 << 30
 _GPU_SLACK_BYTES = 256 << 20
+"""Library workspaces, kernels, graphs themselves, and what the caching allocator cannot reuse."""
+_HEAD_WIDTH = 16
+"""In hidden sizes: three hidden states alone and side by side, what is combined of them, the embedding, both normed
+alone and side by side, queries, keys and values."""
 _PROCESSOR_BYTES = 26 << 10
 """Of a request slot; see ``ProcessorTables``."""
-"""Library workspaces, kernels, graphs themselves, and what the caching allocator cannot reuse."""
+
+
+def cached_sizes(model: ModelConfig, head: Eagle3Head | None) -> ModelConfig:
+    """Return the sizes of what the pool holds: the model's layers, and one of a head that makes drafts."""
+    return model if head is None else replace(model, num_layers=model.num_layers + 1)
 
 
 def block_bytes(model: ModelConfig, block_size: int) -> int:
@@ -80,9 +91,13 @@ def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
     prompt whose log-probabilities are asked for. Prompt masks and output counts for
     penalties, 5 bytes per request slot and token of the vocabulary, and as much again for one step. With quantized
     weights, the part of one that is written in half precision, and another for prompts beside decodes. Of each request
-    slot bitmasks of a grammar and of logits processors, and their tables; with drafts, its tokens, too. Plus 256 MiB.
+    slot bitmasks of a grammar and of logits processors, and their tables; with drafts, its tokens, too. For a head that
+    makes them ``_HEAD_WIDTH`` more activations of each token, and a hidden state of each request slot. Plus 256 MiB.
     """
     hidden = 2 * config.token_budget * model.activation_width * model.dtype.itemsize
+    if config.drafts is not None and config.drafts.has_head:
+        num_states = 2 * config.token_budget * _HEAD_WIDTH + config.max_num_seqs + 1
+        hidden += num_states * model.hidden_size * model.dtype.itemsize
     num_rows, tokens = min(config.max_num_seqs, config.token_budget), 0
     if (drafts := config.drafts) is not None:
         num_verified = min(num_rows * (drafts.num_speculative_tokens + 1), MAX_VERIFIED_TOKENS)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig, Switches
 from rose_backend.engine.decode_runner import (
+    Computed,
     DecodeBuffers,
     DecodeRunner,
     SamplingExtras,
@@ -30,6 +31,7 @@ from rose_backend.engine.decode_runner import (
     sampling_tensors,
 )
 from rose_backend.engine.drafts import DraftedInputs, Drafts
+from rose_backend.engine.head_drafts import HeadDrafts
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.prompt_logprobs import PendingReport, ReportedRows, report_prompts, take_rows
 from rose_backend.engine.scheduler import Step
@@ -45,8 +47,9 @@ from rose_backend.kernels.captured_graphs import (
     upload,
 )
 from rose_backend.kernels.gpu_properties import Workspace
-from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.attention import AttentionMetadata, slots_of_rows
 from rose_backend.models.base import CausalLM
+from rose_backend.models.eagle3 import Eagle3Head
 
 MAX_CAPTURED_TOKENS = 16_384
 """Larger passes keep the GPU busy without a graph."""
@@ -56,7 +59,7 @@ _MIN_ROWS = 4
 _LONG_CHUNK, _SHORT_CHUNK = 128, 16
 _MAX_SHORT_CHUNK_TOKENS = 4096
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def captures_graphs(config: Switches, device: str) -> bool:
@@ -97,14 +100,17 @@ class PassInputs(NamedTuple):
     query_start_loc: Int32Array  # [R + 1]
     num_computed_tokens: Int32Array  # [R]
     block_table: Int32Array  # [R, at most MB]
+    next_ids: NDArray[np.int64]  # [R], of the token after each row's last one; 0 if it is not known
+    slots: NDArray[np.int64]  # [R], request slots
 
 
 class PromptGraphs:
     """Captured forward passes and the fixed inputs and outputs that they share.
 
     Args:
-        forward: given token ids, positions and metadata of a pass without decodes, returns the hidden states of its
-            requests' last tokens, ``[R, E]``, and waits for nothing.
+        forward: given token ids, positions and metadata of a pass without decodes, then ``next_ids`` and ``slots`` of
+            its rows (-1 for padding), returns the hidden states of its requests' last tokens, ``[R, E]``, and waits for
+            nothing.
         max_tokens: of a pass.
         table_width: blocks per sequence (MB).
     """
@@ -124,6 +130,8 @@ class PromptGraphs:
                 "query_start_loc": (np.int32, (num_rows + 1,)),
                 "num_computed_tokens": (np.int32, (num_rows,)),
                 "block_table": (np.int32, (num_rows, table_width)),
+                "next_ids": (np.int64, (num_rows,)),
+                "slots": (np.int64, (num_rows,)),
             },
             device,
         )
@@ -133,7 +141,9 @@ class PromptGraphs:
         """Capture a pass of each shape; ``stream`` as in ``CapturedGraphs.capture``."""
         # All rows are padding: nothing is read or written for them.
         nothing, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int32)
-        inputs = PassInputs(nothing, nothing, np.zeros(1, np.int32), no_rows.ravel(), no_rows)
+        inputs = PassInputs(
+            nothing, nothing, np.zeros(1, np.int32), no_rows.ravel(), no_rows, nothing, nothing
+        )
         self._fill(self._shapes[-1].num_tokens, inputs)
         shapes = show_progress("capturing prompt passes", self._shapes[::-1])
         self._graphs.capture(shapes, stream=stream)
@@ -160,7 +170,7 @@ class PromptGraphs:
         return self.hidden[:num_rows]
 
     def _fill(self, width: int, inputs: PassInputs) -> None:
-        input_ids, positions, query_start_loc, num_computed_tokens, block_table = inputs
+        input_ids, positions, query_start_loc, num_computed_tokens, block_table, next_ids, slots = inputs
         host_bytes, fields = self._inputs.begin()
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
         for name, values in (("input_ids", input_ids), ("positions", positions)):
@@ -171,6 +181,8 @@ class PromptGraphs:
         fields["num_computed_tokens"][:num_rows] = num_computed_tokens
         fields["num_computed_tokens"][num_rows:] = -1
         fields["block_table"][:num_rows, : block_table.shape[1]] = block_table
+        for name, values, padding in (("next_ids", next_ids, 0), ("slots", slots, -1)):
+            fields[name][:num_rows], fields[name][num_rows:] = values, padding
         self._inputs.send(host_bytes)
 
     def _compute(self, shape: PassShape, _: None = None) -> None:
@@ -185,7 +197,13 @@ class PromptGraphs:
             mean_query_len=mean_query_len,
             last_tokens_only=True,
         )
-        hidden = self._forward(inputs["input_ids"][:num_tokens], inputs["positions"][:num_tokens], metadata)
+        hidden = self._forward(
+            inputs["input_ids"][:num_tokens],
+            inputs["positions"][:num_tokens],
+            metadata,
+            inputs["next_ids"][:num_rows],
+            inputs["slots"][:num_rows],
+        )
         if not len(self.hidden):  # in the first pass, which is not captured
             max_rows = max(each.num_rows for each in self._shapes)
             self.hidden = hidden.new_empty((max_rows, hidden.shape[1]))
@@ -289,7 +307,8 @@ class ModelRunner:
     """Runs steps of one model over one KV pool. Nothing here waits for the device.
 
     Args:
-        kv_cache: ``[L, 2, NB, BS, HKV, D]``.
+        kv_cache: ``[L, 2, NB, BS, HKV, D]``, with one more layer for ``head``.
+        head: makes the drafts; None: they are looked up, if there are any.
     """
 
     def __init__(
@@ -299,6 +318,7 @@ class ModelRunner:
         manager: BlockManager,
         state: SequenceState,
         kv_cache: torch.Tensor,
+        head: Eagle3Head | None = None,
     ) -> None:
         self._model = model
         self._manager = manager
@@ -311,8 +331,14 @@ class ModelRunner:
         vocab_size = int(model.config.vocab_size)
         self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
-        drafts = None
-        if config.drafts is not None:
+        drafts: Drafts | None = None
+        self.head_drafts: HeadDrafts | None = None
+        """None where no head makes drafts."""
+        if config.drafts is not None and head is not None:
+            drafts = self.head_drafts = HeadDrafts(
+                config.drafts, state, head, kv_cache, is_adaptive=config.adaptive_drafts
+            )
+        elif config.drafts is not None:
             drafts = Drafts(config.drafts, state, self._device, is_adaptive=config.adaptive_drafts)
         self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths, drafts)
         self.prompts: PromptGraphs | None = None
@@ -345,7 +371,7 @@ class ModelRunner:
         if self._writes_apart:
             return
         self.prompts = PromptGraphs(
-            lambda ids, positions, metadata: self._model.forward(ids, positions, self._kv_cache, metadata),
+            self._forward_prompts,
             self._max_num_batched_tokens,
             self._manager.block_table.shape[1],
             self._device,
@@ -425,6 +451,10 @@ class ModelRunner:
             sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
         """
         state, first_tokens = self._state, self.decoder.take_first_tokens(slots)
+        if self.head_drafts is not None and len(slots) != len(due):
+            # The first of them descend from none but themselves.
+            of_sources = slots[: len(due)][sources].astype(np.int64)
+            self.head_drafts.copy(*upload(self._device, of_sources, slots.astype(np.int64)))
         needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[slots]))
         has_masks = bool(np.count_nonzero(state.has_grammar[slots]))
         is_plain = not needs_sampling_extras and not has_masks
@@ -446,9 +476,7 @@ class ModelRunner:
         report = download(pack_logprobs(logits, drawn)) if needs_sampling_extras else None
         return Drawn(download(drawn.token_ids), report)
 
-    def _decode(
-        self, buffers: DecodeBuffers, width: int, drafted: DraftedInputs | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, buffers: DecodeBuffers, width: int, drafted: DraftedInputs | None) -> Computed:
         input_ids, positions = buffers.input_ids[:width], buffers.positions[:width]
         num_computed, block_table = buffers.num_computed_tokens[:width], buffers.block_table[:width]
         query_len, starts = 1, None
@@ -463,10 +491,34 @@ class ModelRunner:
             num_decodes=width,
             decode_query_len=query_len,
         )
-        hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata)
+        hidden, features = self._forward_model(input_ids, positions, metadata)
         logits = self._model.compute_logits(hidden)
         params = buffers.sampling(width) if drafted is None else buffers.sampling_after_drafts(width)
-        return self._sample_tokens(logits, params).token_ids, logits
+        return Computed(self._sample_tokens(logits, params).token_ids, logits, features)
+
+    def _forward_model(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return final hidden states, and what a head reads of those in between, [T, E]; None if there is none."""
+        if self.head_drafts is None:
+            return self._model.forward(input_ids, positions, self._kv_cache, metadata), None
+        held: list[torch.Tensor] = []
+        hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata, held)
+        return hidden, self.head_drafts.head.combine(held)
+
+    def _forward_prompts(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        next_ids: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return final hidden states of a pass without decodes; arguments are those of ``HeadDrafts.read_prompts``."""
+        hidden, features = self._forward_model(input_ids, positions, metadata)
+        if self.head_drafts is not None and features is not None:
+            self.head_drafts.read_prompts(input_ids, positions, features, metadata, next_ids, slots)
+        return hidden
 
     def _slot_mapping(
         self, num_computed: torch.Tensor, block_table: torch.Tensor, query_len: int
@@ -474,10 +526,7 @@ class ModelRunner:
         """Return where ``query_len`` tokens of each row are stored; None where attention does that."""
         if not self._writes_apart:
             return None
-        places = num_computed.clamp(min=0).long()[:, None] + torch.arange(query_len, device=self._device)
-        blocks = block_table.gather(1, places // self._block_size).long()
-        slots = blocks * self._block_size + places % self._block_size
-        return torch.where(num_computed[:, None] < 0, -1, slots).flatten()
+        return slots_of_rows(num_computed, block_table, query_len, self._block_size)
 
     def _draw_first(self, inputs: Inputs) -> None:
         assert self.prompts is not None, "prompts are computed without graphs"
@@ -493,12 +542,17 @@ class ModelRunner:
         positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
         token_ids = self._state.token_ids[slot_of_token, positions]
         width = -(-int((start + counts).max()) // self._block_size)
+        following = start + counts
+        is_known = following < self._state.num_tokens[slots]
+        next_ids = self._state.token_ids[slots, np.where(is_known, following, 0)]
         inputs = PassInputs(
             token_ids.astype(np.int64),
             positions,
             np.concatenate([[0], ends]).astype(np.int32),
             start,
             self._manager.block_table[slots, :width],
+            np.where(is_known, next_ids, 0).astype(np.int64),
+            slots.astype(np.int64),
         )
         return Chunks(slots, counts, token_ids, inputs)
 
@@ -514,7 +568,7 @@ class ModelRunner:
         positions, counts = inputs.positions, np.diff(inputs.query_start_loc)
         rows = np.repeat(np.arange(len(counts)), counts)
         blocks = inputs.block_table[rows, positions // self._block_size].astype(np.int64)
-        ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
+        ids, where, query_start_loc, num_computed, block_table, next_ids, slots, slot_mapping = upload(
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
         metadata = AttentionMetadata(
@@ -525,7 +579,7 @@ class ModelRunner:
             num_decodes=0,
             last_tokens_only=last_tokens_only,
         )
-        return self._model.forward(ids, where, self._kv_cache, metadata)
+        return self._forward_prompts(ids, where, metadata, next_ids, slots)
 
     def _take_reported_rows(self, chunks: Chunks) -> ReportedRows | None:
         """Return what a pass over ``chunks`` reports of prompts; None for nothing."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.block_manager import BlockManager, ClonePlan
+from rose_backend.block_manager import BlockManager, ClonePlan, PrefixMatch
 from rose_backend.config import EngineConfig
 from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.outputs import EngineStats
@@ -71,6 +71,7 @@ class Admission:
         self._state = state
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
+        self._has_head = config.drafts is not None and config.drafts.has_head
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
@@ -162,6 +163,8 @@ class Admission:
         self._commits.flush_for(token_ids, namespace)
         # Log-probabilities of a prompt come from all of its tokens. What it computes is cached for others.
         match = manager.match(token_ids, namespace=namespace, max_tokens=0 if reports_prompt else None)
+        if self._has_head and match.num_tokens:
+            match = self._without_last_token(match, token_ids, namespace)
         num_remaining = len(token_ids) - match.num_tokens
         # No half prompt overtakes a deferred request: the rest of it would delay that one in later steps.
         if num_remaining > budget and (num_reserved_slots or not self._chunked_prefill):
@@ -189,6 +192,18 @@ class Admission:
             admission.num_cached_tokens,
             num_needed - (num_free_blocks - manager.num_free_blocks),
         )
+
+    def _without_last_token(self, match: PrefixMatch, token_ids: Int32Array, namespace: bytes) -> PrefixMatch:
+        """Return a hit that is a token shorter, in the same blocks.
+
+        What a head keeps of each token depends on the one after it, too: that of the last one may be another here, as
+        may that of the last one in other blocks, which hold the same tokens but for the last.
+        """
+        end, size = match.num_tokens - 1, self._manager.block_size
+        shorter = self._manager.match(token_ids, namespace=namespace, max_tokens=end)
+        if shorter.num_tokens < end:  # hits end at block borders only
+            return shorter
+        return replace(shorter, block_ids=match.block_ids[: -(-end // size)])
 
     def _reserve_first_chunks(self, candidates: list[_Candidate]) -> list[_Candidate]:
         """Reserve the blocks of all first chunks at once; where they are short, the newest go back to the queue.

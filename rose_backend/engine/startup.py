@@ -20,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
+from rose_backend.engine.head_drafts import load_draft_head
 from rose_backend.engine.kv_pool import (
     allocate_kv_cache,
+    cached_sizes,
     choose_max_model_len,
     choose_num_blocks,
     gpu_reserve_bytes,
@@ -43,6 +45,7 @@ from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
+from rose_backend.models.eagle3 import Eagle3Head, check_head
 from rose_backend.models.weights import resolve_model_path
 from rose_backend.scheduling import default_token_budget
 
@@ -70,7 +73,7 @@ class LoadedModel:
     """Prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...]
     num_blocks: int
-    kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]
+    kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]; the last layer is a head's, if there is one
     run_ahead: int
     """Steps that may be in flight after the one whose tokens are read."""
     cpu_threads: CpuThreads | None
@@ -82,6 +85,8 @@ class LoadedModel:
     """Kernels that other processes compile in the meantime; None if none do."""
     seconds: dict[str, float]
     """How long each part of loading took."""
+    head: Eagle3Head | None = None
+    """What makes drafts; None: they are looked up, if there are any."""
 
 
 def load(
@@ -113,6 +118,12 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
     directory = resolve_model_path(config.model)
     compilation = None if device.type == "cpu" else _start_compilation(directory, config, device)
     kernels_known = time.perf_counter()
+    drafts = config.drafts
+
+    def check_sizes(sizes: ModelConfig) -> None:
+        if drafts is not None and drafts.model is not None:
+            check_head(drafts.model, sizes)
+
     with LoadingProgress() as progress:
         model = load_model(
             directory,
@@ -121,22 +132,26 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             switches=config,
             max_model_len=config.max_model_len,
             on_progress=progress.update,
+            check_sizes=check_sizes,
         )
     sizes = model.config
     max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
+    head = load_draft_head(config, model)
     if not config.chunked_prefill and config.token_budget < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
             f"max_model_len, which is {max_model_len}, is needed"
         )
     weights_loaded = time.perf_counter()
-    num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
-    kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
+    cached = cached_sizes(sizes, head)
+    num_blocks = choose_num_blocks(config, cached, max_model_len=max_model_len, device=device)
+    kv_cache = allocate_kv_cache(num_blocks, config.block_size, cached, device)
     pool_made = time.perf_counter()
     tokenizer = Tokenizer(pending.result())
     if not is_online:
         tokenizer.prepare()
-    weight_bytes = storage_bytes(model.weights, leave_out=PackedLinear)
+    of_head = None if head is None else head.weights
+    weight_bytes = storage_bytes((model.weights, of_head), leave_out=PackedLinear)
     return LoadedModel(
         config=config,
         model=model,
@@ -148,7 +163,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
         weight_bytes=weight_bytes,
-        packed_bytes=storage_bytes(model.weights) - weight_bytes,
+        packed_bytes=storage_bytes((model.weights, of_head)) - weight_bytes,
         compilation=compilation,
         seconds={
             "kernel list": kernels_known - start,
@@ -156,6 +171,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             "KV pool": pool_made - weights_loaded,
             "tokenizer": time.perf_counter() - pool_made,
         },
+        head=head,
     )
 
 

@@ -51,6 +51,23 @@ class AttentionMetadata:
     """More than 1 needs ``query_start_loc``, and that no request takes prefill attention."""
 
 
+def slots_of_rows(
+    num_computed_tokens: torch.Tensor,  # [R] int32
+    block_table: torch.Tensor,  # [R, MB] int32
+    query_len: int,
+    block_size: int,
+) -> torch.Tensor:
+    """Return where the next ``query_len`` tokens of each row are stored, int64 ``[R * query_len]``; -1 for padding.
+
+    Args:
+        num_computed_tokens: negative marks a padding row.
+    """
+    offsets = torch.arange(query_len, device=block_table.device)
+    places = num_computed_tokens.clamp(min=0).long()[:, None] + offsets
+    slots = block_table.gather(1, places // block_size).long() * block_size + places % block_size
+    return torch.where(num_computed_tokens[:, None] < 0, -1, slots).flatten()
+
+
 @dataclass(slots=True)
 class AttentionRows(Generic[_Plan]):
     """Requests of a step that take the same kernel."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +37,7 @@ class LoadOptions:
     device: str
     switches: Switches
     max_model_len: int | None
+    check_sizes: Callable[[ModelConfig], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +95,16 @@ class CausalLM(ABC):
         positions: torch.Tensor,  # [T] int64
         kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
         metadata: AttentionMetadata,
+        held: list[torch.Tensor] | None = None,  # written
     ) -> torch.Tensor:
         """Run all layers over one step's tokens and return the final hidden states, [T, E].
 
         With ``metadata.last_tokens_only`` they are [R, E]: the last layer computes only each request's last token.
         Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
+
+        Args:
+            kv_cache: may have further layers behind the model's.
+            held: gets the hidden states, [T, E] each, of the layers that ``hold_layers`` was given.
         """
         attention = PagedAttention(
             metadata,
@@ -116,7 +122,11 @@ class CausalLM(ABC):
             weights.position_embedding,
             next_norm=self._decoder.first_norm(len(input_ids), attention),
         )
-        return run_layers(self._decoder, *embedded, positions, attention)
+        return run_layers(self._decoder, *embedded, positions, attention, held)
+
+    def hold_layers(self, layers: Sequence[int]) -> None:
+        """Let ``forward`` hand out the hidden states that come into these layers, in ascending order."""
+        self._decoder = replace(self._decoder, held_layers=tuple(layers))
 
     def compute_logits(
         self,
@@ -165,6 +175,7 @@ def load_model(
     switches: Switches | None = None,
     max_model_len: int | None = None,
     on_progress: ProgressCallback | None = None,
+    check_sizes: Callable[[ModelConfig], None] = lambda sizes: None,
 ) -> CausalLM:
     """Load the model that a checkpoint's config.json asks for.
 
@@ -175,6 +186,7 @@ def load_model(
         switches: None has everything on.
         max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
         on_progress: told of the bytes of weights that were read.
+        check_sizes: called before weights are read; what it raises ends the loading.
 
     Raises:
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
@@ -188,7 +200,11 @@ def load_model(
             module, _, class_name = MODEL_CLASSES[name].partition(":")
             model_class: type[CausalLM] = getattr(importlib.import_module(module), class_name)
             options = LoadOptions(
-                dtype=dtype, device=device, switches=switches or Switches(), max_model_len=max_model_len
+                dtype=dtype,
+                device=device,
+                switches=switches or Switches(),
+                max_model_len=max_model_len,
+                check_sizes=check_sizes,
             )
             return model_class.load(checkpoint, options)
     raise ModelError(

@@ -36,6 +36,7 @@ class GPT2(CausalLM):
         prefix = "transformer." if "transformer.wte.weight" in checkpoint.tensors else ""
         dtype = choose_dtype(options.dtype, options.device, checkpoint.dtype_of(f"{prefix}wte.weight"))
         config = ModelConfig.from_hf(checkpoint.config, names=_HF_NAMES, dtype=dtype, device=options.device)
+        options.check_sizes(config)
         width, inner = config.hidden_size, config.intermediate_size
 
         def build(reader: WeightReader) -> DecoderWeights:

@@ -116,6 +116,7 @@ class Llama(CausalLM):
             reader.check_all_read(_UNUSED)
             return weights
 
+        options.check_sizes(config)
         weights = load_weights(checkpoint, config, _PREFIX, build)
         rotations = [
             HeadRotation(table, layer.query_norm, layer.key_norm, config.norm_eps) if rotates_heads else None

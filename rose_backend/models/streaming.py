@@ -271,6 +271,12 @@ class WeightReader:
         stored = StoredInt4(codes, scales, zeros, order)
         self.afterwards.append(lambda: store_int4(weight, rows, form, stored, module))
 
+    def ids(self, name: str, size: int) -> torch.Tensor:
+        """Return token ids, or differences of some, int64 ``[size]``."""
+        tensor = torch.empty(size, dtype=torch.int64, device=self.device)
+        self._fill(tensor, self.prefix + name)
+        return tensor
+
     def _int32(self, name: str, *shape: int, is_needed: bool) -> torch.Tensor | None:
         """Return a tensor that is read if it is there, or needed."""
         if not is_needed and name not in self.checkpoint.tensors:
@@ -383,11 +389,12 @@ class WeightReader:
             stored = checkpoint.find(self.prefix + name, shape)
             if not have_equal_values(checkpoint.find(HEAD, shape), stored):
                 raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
-        embedding = self._padded(self.prefix + name, *shape)
-        head = embedding if is_tied else self._padded(HEAD, *shape)
+        embedding = self.padded(self.prefix + name, *shape)
+        head = embedding if is_tied else self.padded(HEAD, *shape)
         return embedding[: config.vocab_size], head
 
-    def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
+    def padded(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Return a matrix with rows of padding after its own, see ``HEAD_ALIGNMENT``; ``name`` has its prefix."""
         tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)
         tensor[rows:].zero_()
         self._fill(tensor[:rows], name)
@@ -408,8 +415,9 @@ class WeightReader:
                 f"model: tensor {name!r} is stored as {stored.dtype}, which only linear layers of attention "
                 "and MLPs may be"
             )
-        if tensor.dtype is torch.int32 and not self.checkpoint.lacks_weights and stored.dtype != "I32":
-            raise ModelError(f"model: tensor {name!r} is stored as {stored.dtype}, expected I32")
+        kind = {torch.int32: "I32", torch.int64: "I64"}.get(tensor.dtype)
+        if kind is not None and not self.checkpoint.lacks_weights and stored.dtype != kind:
+            raise ModelError(f"model: tensor {name!r} is stored as {stored.dtype}, expected {kind}")
         self.copies.append(Copy(stored, tensor))
 
     def _fill_with_one(self, tensor: torch.Tensor, name: str) -> None:

@@ -98,6 +98,30 @@ def test_a_start_with_drafts_has_kernels_for_them(qwen3_path: Path) -> None:
     assert recorded["_look_up_kernel"] == 1
 
 
+def test_a_head_is_a_part_of_a_start(qwen3_path: Path, tmp_path: Path) -> None:
+    drafts = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2}
+    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=64, speculative_config=drafts)
+    with pytest.raises(ModelError, match=r"^speculative_config.model: .* has no config.json"):
+        compile_starts(qwen3_path, [config], H100)
+    fields = QWEN3 | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": [0, 2],
+        "draft_vocab_size": 600,
+    }
+    keys = []
+    for theta in (10_000.0, 20_000.0):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_theta": theta}))
+        keys.append(start_kernels._key(qwen3_path, config))
+    assert keys[0] != keys[1]
+    recorded = record(qwen3_path, max_num_seqs=64, speculative_config=drafts)
+    assert {"_write_kv_kernel", "_accept_kernel"} <= set(recorded)
+    assert not {"_look_up_kernel", "_draft_kernel"} & set(recorded)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"vocab_size": 999}))
+    with pytest.raises(ModelError, match=r"^speculative_config.model: .*vocab_size is 999, with this model"):
+        record_start(qwen3_path, config, H100)
+
+
 def test_experts_of_all_batches_are_a_few_kernels(qwen3_path: Path) -> None:
     sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048}
     moe = QWEN3 | sizes | {"architectures": ["Qwen3MoeForCausalLM"]}

@@ -53,11 +53,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[PromptGraphs, Seen]:
     seen: Seen = []
     empty = torch.empty
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, *of_rows: torch.Tensor
+    ) -> torch.Tensor:
         assert metadata.query_start_loc is not None and metadata.num_decodes == 0
         values = (metadata.query_start_loc, metadata.num_computed_tokens, metadata.block_table)
         assert metadata.mean_query_len in (128, 32) and metadata.last_tokens_only
-        seen.append(tuple(tensor.clone() for tensor in (ids, positions, *values)))
+        seen.append(tuple(tensor.clone() for tensor in (ids, positions, *values, *of_rows)))
         # Of the last token of each row, its id and its row.
         rows = torch.arange(len(metadata.num_computed_tokens))
         return torch.stack([ids[metadata.query_start_loc[1:].long() - 1], rows], dim=1)
@@ -77,7 +79,8 @@ def compute(graphs: PromptGraphs, counts: list[int]) -> torch.Tensor | None:
     computed = np.arange(len(counts), dtype=np.int32)
     tables = np.full((len(counts), 3), 5, np.int32)
     tokens = np.arange(num_tokens)
-    return graphs.run(PassInputs(tokens + 1, tokens + 9, starts, computed, tables))
+    rows = np.arange(len(counts))
+    return graphs.run(PassInputs(tokens + 1, tokens + 9, starts, computed, tables, rows + 3, rows + 5))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_inputs_of_the_narrowest_pass_that_fits(
     compute(graphs, [200, 30])  # leaves its traces
     hidden = compute(graphs, counts)
     assert len(seen) == 2
-    ids, positions, starts, computed, tables = seen[-1]
+    ids, positions, starts, computed, tables, next_ids, slots = seen[-1]
     num_tokens, num_rows = sum(counts), len(counts)
     assert hidden is not None and hidden.tolist() == [
         [last, row] for row, last in enumerate(np.cumsum(counts))
@@ -112,6 +115,8 @@ def test_inputs_of_the_narrowest_pass_that_fits(
     assert starts[num_rows + 1 :].tolist() == [num_tokens] * (len(starts) - num_rows - 1)
     assert computed.tolist() == [*range(num_rows), *[-1] * (len(computed) - num_rows)]
     assert (tables[:num_rows, :3] == 5).all()
+    assert next_ids.tolist() == [*range(3, num_rows + 3), *[0] * (len(next_ids) - num_rows)]
+    assert slots.tolist() == [*range(5, num_rows + 5), *[-1] * (len(slots) - num_rows)]
 
 
 def test_what_fits_no_pass_runs_without(passes: tuple[PromptGraphs, Seen]) -> None:

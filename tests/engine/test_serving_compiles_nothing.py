@@ -58,6 +58,15 @@ ROWS = {
     }
 }
 A100 = GpuProperties((8, 0), 108)
+# Its directory is the test's.
+HEAD = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+LAYERS = {"num_hidden_layers": 4}
+HEAD_FIELDS = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 700,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}
 
 
 class RandomSteps:
@@ -153,6 +162,12 @@ CASES: dict[str, tuple[dict[str, Any], GpuProperties, dict[str, Any]]] = {
             "max_num_seqs": 90,
         },
     ),
+    "Llama, head": (QWEN3 | LLAMA_8B | LAYERS, H100, {"speculative_config": HEAD, "max_num_seqs": 200}),
+    "Qwen3, head, launched": (
+        QWEN3 | LAYERS,
+        A100,
+        {"speculative_config": HEAD, "cuda_graph": False, "fused_kv_append": False, "max_num_seqs": 90},
+    ),
     "experts, drafts": (QWEN3 | QWEN3_MOE, H100, {"speculative_config": N_GRAMS, "max_num_seqs": 40}),
     "float8 rows, drafts": (QWEN3 | LLAMA_8B | ROWS, H100, {"speculative_config": N_GRAMS}),
     "Llama, launched": (QWEN3 | LLAMA_8B, A100, {"cuda_graph": False, "max_num_seqs": 300}),
@@ -177,6 +192,10 @@ def test_random_steps_launch_what_the_start_has_launched(
     model, gpu, options = CASES[case]
     limits = SHORT if "max_position_embeddings" in model else {}
     (tmp_path / "config.json").write_text(json.dumps(model | limits))
+    if options.get("speculative_config") is HEAD:
+        (tmp_path / "head").mkdir()
+        (tmp_path / "head" / "config.json").write_text(json.dumps(model | limits | HEAD_FIELDS))
+        options = options | {"speculative_config": HEAD | {"model": str(tmp_path / "head")}}
     num_launched = 0
 
     @contextmanager

@@ -374,16 +374,16 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
             "speculative_config: got 'ngram', allowed is an object with the fields",
         ),
         (
-            {"speculative_config": N_GRAMS | {"draft_model": "x"}},
-            r"speculative_config: unknown field 'draft_model' \(valid: method, num_speculative_tokens, prompt",
+            {"speculative_config": N_GRAMS | {"temperature": "x"}},
+            r"speculative_config: unknown field 'temperature' \(valid: method, num_speculative_tokens, model, prompt",
         ),
         (
             {"speculative_config": N_GRAMS | {"prompt_lookup_maxx": 1}},
             "speculative_config: unknown field 'prompt_lookup_maxx'; did you mean 'prompt_lookup_max'",
         ),
         (
-            {"speculative_config": N_GRAMS | {"method": "eagle3"}},
-            "speculative_config.method: got 'eagle3', allowed are ngram, ngram_gpu",
+            {"speculative_config": N_GRAMS | {"method": "medusa"}},
+            "speculative_config.method: got 'medusa', allowed are ngram, ngram_gpu, eagle3",
         ),
         (
             {"speculative_config": {"num_speculative_tokens": 3}},
@@ -404,6 +404,22 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
         (
             {"speculative_config": N_GRAMS | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}},
             "speculative_config.prompt_lookup_min: got 4, allowed are 1 to prompt_lookup_max, which is 3",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"model": "x"}},
+            "speculative_config.model: got 'x', allowed is none with method ngram",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"method": "eagle3"}},
+            "speculative_config.model: got none, allowed is a directory or a Hugging Face id of a head",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"method": "eagle3", "model": 3}},
+            "speculative_config.model: got 3, allowed is a directory or a Hugging Face id of a head",
+        ),
+        (
+            {"speculative_config": N_GRAMS | {"method": "eagle3", "model": "x", "prompt_lookup_max": 2}},
+            "speculative_config.prompt_lookup_max: got 2, allowed is none with method eagle3",
         ),
     ],
 )

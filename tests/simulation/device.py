@@ -400,7 +400,7 @@ class SimulatedRunner(ModelRunner):
     widths: tuple[int, ...] = ()
     has_side_stream = False
 
-    def __init__(self, model: Any, config: Any, manager: Any, state: Any, device: Any) -> None:
+    def __init__(self, model: Any, config: Any, manager: Any, state: Any, device: Any, head: None) -> None:
         self._manager, self._state, self._device = manager, state, device
         self._kv_cache, self._block_size = device, config.block_size
         self._budget = config.token_budget

@@ -296,7 +296,10 @@ class Simulation:
         )
         names = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
         names += ("prefix_cache", "token_granular_hits", "chunked_prefill", "run_ahead", "max_queue_size")
-        drafts = {"method": "ngram", "num_speculative_tokens": settings.num_drafts}
+        # Where a head makes the drafts, hits are shorter.
+        drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": settings.num_drafts}
+        if settings.num_drafts == 3:
+            drafts |= {"method": "eagle3", "model": "simulated"}
         config = EngineConfig(
             model="simulated",
             speculative_config=drafts if settings.num_drafts else None,

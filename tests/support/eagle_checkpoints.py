@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from tests.support.llama_checkpoints import write_checkpoint
 
 _FROM_MODEL = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -64,6 +66,50 @@ def write_eagle3_head(path: Path, model: Path, *, draft_vocab_size: int, std: fl
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def write_right_pair(path: Path, *, share: float, vocab_size: int) -> tuple[Path, Path]:
+    """Write a model that says the same after the same token, mostly, and a head that knows what; return both.
+
+    The model is its embedding and its LM head, but for ``share`` of what its layers add. The head's attention finds
+    the places with the newest token, as queries and keys are that token alone, and passes its embedding on.
+
+    Args:
+        share: with 0 the head is right about every greedy token; the larger it is, the more often it is wrong.
+    """
+    model = write_checkpoint(
+        path / "model", "llama", vocab_size=vocab_size, num_hidden_layers=4, num_key_value_heads=4
+    )
+    file = model / "model.safetensors"
+    of_model = load_file(file)
+    for name in of_model:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            of_model[name] *= share
+    # All tokens are as long, in each head: none but the token itself is as near to it.
+    of_model["model.embed_tokens.weight"] = 0.2 * of_model["model.embed_tokens.weight"].sign()
+    save_file(of_model, file, {"format": "pt"})
+    head = write_eagle3_head(
+        path / "head",
+        model,
+        draft_vocab_size=vocab_size,
+        std=0.2,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+        norm_before_residual=True,
+    )
+    file = head / "model.safetensors"
+    tensors = load_file(file)
+    width = tensors["norm.weight"].shape[0]
+    identity, nothing = torch.eye(width), torch.zeros(width, width)
+    for name, scale in (("q_proj", 10.0), ("k_proj", 10.0), ("v_proj", 1.0)):
+        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat([scale * identity, nothing], dim=1)
+    tensors["midlayer.self_attn.o_proj.weight"] = identity.clone()
+    tensors["midlayer.input_layernorm.weight"] = torch.ones(width)
+    tensors["midlayer.hidden_norm.weight"] = torch.zeros(width)
+    tensors["midlayer.mlp.down_proj.weight"].zero_()
+    tensors["norm.weight"] = of_model["model.norm.weight"].clone()
+    tensors["lm_head.weight"] = of_model["lm_head.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    return model, head
 
 
 def write_eagle3_drafter(model: Path, num_tokens: int, **changes: Any) -> dict[str, Any]:
