@@ -254,10 +254,10 @@ class Simulation:
         # Of its own, so that all else of a seed is as without drafts.
         num_drafts = random.Random(f"drafts of {seed}").choice((0, 0, 1, 3, 7))
         self._turns_rng = turns_rng = random.Random(f"tenants of {seed}")
-        tenants = turns_rng.choice(
-            ((b"",), (b"",), (b"a", b"b"), (b"a",) * 8 + (b"b",), (b"a", b"a", b"b", b"c"))
-        )
-        self.settings = replace(Settings.draw(rng), num_drafts=num_drafts, tenants=tenants)
+        tenants = turns_rng.choice(((b"",), (b"a", b"b"), (b"a",) * 8 + (b"b",), (b"a", b"a", b"b", b"c")))
+        settings = replace(Settings.draw(rng), num_drafts=num_drafts)
+        # Only servers have tenants.
+        self.settings = replace(settings, tenants=tenants) if settings.is_online else settings
         self.states: set[int] = set()
         self.digest = 0
         self._is_giving_turns = False
@@ -412,6 +412,8 @@ class Simulation:
         admission, state, settings = scheduler._admission, self._core._state, self.settings
         manager, num_held = self._core.manager, admission.num_held
         if len(scheduler._slots_in_pass) or settings.max_num_batched_tokens < 2 * settings.max_model_len:
+            return
+        if admission._in_flight_prefixes:  # It may wait a step for one.
             return
         if manager.num_free_blocks <= 2 * -(-settings.max_model_len // settings.block_size):
             return
