@@ -171,6 +171,27 @@ class BlockManager(Books):
         can_claim = self.pool.writers[tail] == NO_WRITER and self.pool.num_written_tokens[tail] <= offset
         return num_new + num_idle + int(self.pool.ref_counts[tail] > 0 and not can_claim)
 
+    def blocks_to_reserve(self, rows: IntArray, num_tokens: IntArray) -> int:
+        """Return how many blocks ``reserve`` of the same takes at most, in one KV cache group."""
+        table = self.table
+        wanted, num_blocks = self.num_computed_tokens[rows] + num_tokens, table.num_row_blocks[rows]
+        is_short = wanted > table.capacity[rows]
+        num_new = np.maximum(-(-wanted // self.block_size) - num_blocks, 0)
+        num_copies = np.count_nonzero(is_short & (table.capacity[rows] < table.full_capacity(num_blocks)))
+        return int(num_new[is_short].sum()) + int(num_copies)
+
+    def blocks_freed_with(self, rows: IntArray, kept: IntArray = NO_BLOCKS) -> int:
+        """Return by how many blocks of the first group type ``num_free_blocks`` grows, at least, when rows are freed.
+
+        Args:
+            rows: ``[N]``, no row twice.
+            kept: ``[K]`` blocks not to count, because somebody is about to take them.
+        """
+        entries = self.table.entries_tail_first(np.asarray(rows, np.int64))
+        block_ids, counts = np.unique(self.table.entries[entries], return_counts=True)
+        is_freed = (self.pool.ref_counts[block_ids] == counts) & ~np.isin(block_ids, kept)
+        return int(np.count_nonzero(is_freed))
+
     def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
         """Return how many blocks a row, or None for a new one, takes to hold ``num_tokens``; see ``blocks_needed``."""
         table, size = self.table, self.block_size

@@ -181,7 +181,7 @@ class EngineCore:
         self._is_stalled = False
         if has_grammar and not self._returns_outputs:
             report = partial(self._output_thread.report_compiled, request)
-            self._compiling[request] = self.grammars.start(request.params, report)
+            self._compiling[request] = self.grammars.start(request.params, report, request.tenant)
         else:
             self._scheduler.waiting.append(request.completions[0])
 

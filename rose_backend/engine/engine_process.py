@@ -141,9 +141,9 @@ class EngineProcess:
         if isinstance(command, Ack):
             self._num_acks += 1
         elif isinstance(command, Add):
-            request_id, number, token_ids, params, namespace, words = command
+            request_id, number, token_ids, params, namespace, words, tenant = command
             ids = np.frombuffer(bytearray(token_ids), np.int32)
-            processed = ProcessedInput(number, None, ids, params, namespace, words)
+            processed = ProcessedInput(number, None, ids, params, namespace, words, tenant)
             processor = self._core.input_processor
             self._steps.put(processor.build(processed, request_id=request_id, is_streaming=True))
         elif isinstance(command, Abort):

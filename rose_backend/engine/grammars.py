@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -120,13 +120,21 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
         self._cache_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="rose-grammars")
+        # Of each tenant, what is to be compiled; the tenant whose turn is next is first.
+        self._queues: dict[bytes, deque[tuple[Future[None], Callable[[], None]]]] = {}
+        self._queues_lock = threading.Lock()
 
     def prepare(self) -> Future[Any]:
         """Begin to index the vocabulary, which would stop streams for some tenths of a second later."""
         return self._threads.submit(self._prepared)
 
-    def start(self, params: SamplingParams, done: Callable[[Grammar | RequestError], None]) -> Future[None]:
-        """Compile in a thread, which calls ``done``, unless what is returned is canceled before it begins."""
+    def start(
+        self, params: SamplingParams, done: Callable[[Grammar | RequestError], None], tenant: bytes = b""
+    ) -> Future[None]:
+        """Compile in a thread, which calls ``done``, unless what is returned is canceled before it begins.
+
+        Tenants take turns, a grammar each.
+        """
 
         def compile_one() -> None:
             try:
@@ -137,7 +145,22 @@ class GrammarCompiler:
                 outcome = RequestError(f"{_field(params)}: {kind_and_text(error)}", parameter=_field(params))
             done(outcome)
 
-        return self._threads.submit(compile_one)
+        future: Future[None] = Future()
+        with self._queues_lock:
+            self._queues.setdefault(tenant, deque()).append((future, compile_one))
+        self._threads.submit(self._compile_next)
+        return future
+
+    def _compile_next(self) -> None:
+        """Compile the oldest of the tenant whose turn it is; called once for each that was queued."""
+        with self._queues_lock:
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            future, compile_one = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind all others
+        if future.set_running_or_notify_cancel():
+            compile_one()
 
     def compile(self, params: SamplingParams) -> Grammar:
         """Return a grammar that has followed nothing.

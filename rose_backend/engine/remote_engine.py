@@ -88,6 +88,7 @@ class Add(NamedTuple):
     namespace: bytes
     """Of the prefix cache."""
     bad_words_token_ids: list[list[int]]
+    tenant: bytes
 
 
 class Abort(NamedTuple):
@@ -302,13 +303,13 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         self._register(stream)
-        number, text, ids, params, namespace, words = prompt
+        number, text, ids, params, namespace, words, tenant = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
         if params.structured_outputs is not None:
             self._num_sent_bytes += _BYTES_PER_GRAMMAR
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
         stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
-        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words))
+        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words, tenant))
 
     def _end(self, stream: OutputStream) -> None:
         self._send(Abort(stream.request_id))

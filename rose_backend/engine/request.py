@@ -106,12 +106,23 @@ class Completion:
     """Completions that are split off when this one has computed the prompt."""
     num_computed_before: int = 0
     """Tokens that were computed before a preemption took the slot away."""
+    place: int = 0
+    """In the queue: less than that of whoever waits for a shorter time. Only ``WaitingQueue`` sets it."""
+    num_overtaken: int = 0
+    """Times that others went before it that held more than its tenant, see ``turns.py``."""
+    num_turns_given: int = 0
+    """Times that it was preempted so that another tenant could take its turn."""
     has_ended: bool = False
     """No further step computes anything for it."""
     num_sent_tokens: int = 0
     """Tokens sent to the output thread, counted where there are stop strings."""
     grammar: Grammar | None = None
     """What its text may become; None for anything."""
+
+    @property
+    def num_slots(self) -> int:
+        """Request slots that it takes, and that are kept for its siblings."""
+        return 1 + self.num_siblings_to_fork
 
     @property
     def needs_each_token(self) -> bool:
@@ -132,6 +143,8 @@ class Request:
     is_streaming: bool
     namespace: bytes = b""
     """Of the prefix cache: only requests with the same one share cached tokens."""
+    tenant: bytes = b""
+    """Who shares slots with others, see ``turns.py``."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     text_context: list[int] = field(default_factory=list)
     """Tokens of the prompt on which the text of its answers depends."""
@@ -239,6 +252,8 @@ class ProcessedInput(NamedTuple):
     """Of the prefix cache."""
     bad_words_token_ids: list[list[int]]
     """What ``bad_words`` are as tokens."""
+    tenant: bytes = b""
+    """Who shares slots with others."""
 
 
 class InputProcessor:
@@ -287,12 +302,14 @@ class InputProcessor:
         params_list: Sequence[SamplingParams],
         namespace: bytes | None = None,
         options: PromptOptions = _AS_GIVEN,
+        tenant: bytes = b"",
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
             options: of all of them.
+            tenant: of all of them.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
@@ -306,14 +323,14 @@ class InputProcessor:
                 params = self._checked_params(params, len(ids), options)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
-                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words))
+                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words, tenant))
         return processed
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
     ) -> Request:
         """Build a request of what ``process`` has returned."""
-        number, prompt, ids, params, namespace, bad_words_token_ids = processed
+        number, prompt, ids, params, namespace, bad_words_token_ids, tenant = processed
         room = self.max_model_len - len(ids)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -323,6 +340,7 @@ class InputProcessor:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             is_streaming=is_streaming,
             namespace=namespace,
+            tenant=tenant,
             bad_words_token_ids=bad_words_token_ids,
             text_context=self._decoder(params).context(ids),
             prompt_logprobs=self.make_prompt_logprobs(processed),

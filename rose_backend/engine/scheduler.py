@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,14 @@ from rose_backend.engine.drafts import max_drafted_rows
 from rose_backend.engine.outputs import EngineStats
 from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
+from rose_backend.engine.turns import (
+    Shortage,
+    WaitingQueue,
+    choose_victims,
+    counts_as_overtaking,
+    num_held_with,
+    split_tokens,
+)
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import (
     MAX_PROMPT_TOKENS_AMONG_DECODES,
@@ -49,8 +57,17 @@ class _Deferred(NamedTuple):
     num_blocks: int
 
 
+class _Turn(NamedTuple):
+    """Somebody's, for whom there is no room before others are preempted."""
+
+    completion: Completion
+    victims: list[Completion]
+
+
 class Admission:
     """First come, first served: no request overtakes one that waits for slots or blocks.
+
+    Where several tenants wait or hold slots, they take turns instead, see ``turns.py``.
 
     A request is deferred to the next step when another one in this step computes a prefix that both share. Its slot and
     blocks stay reserved while later requests are admitted.
@@ -64,7 +81,9 @@ class Admission:
         commits: DeferredCommits,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
-        self.waiting: deque[Completion] = deque()
+        self.waiting = WaitingQueue()
+        self.num_held: Counter[bytes] = Counter()
+        """Request slots of each tenant that has any, with those that are reserved for siblings."""
         self.num_reserved_slots = 0
         """Free slots that are reserved for siblings of running completions."""
         self._manager = manager
@@ -72,10 +91,27 @@ class Admission:
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
         self._has_head = config.drafts is not None and config.drafts.has_head
+        self._max_overtakes = config.max_num_seqs
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
+        # Of several tenants: changes of the queue, free slots and blocks when nobody could take a turn.
+        self._no_turns: tuple[int, int, int] | None = None
+        # The tenant that would have had a turn in the last step if others had left it tokens.
+        self._left_out: bytes | None = None
         self._in_flight_prefixes = InFlightPrefixes(manager, min_tokens_worth_waiting)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants wait or hold slots."""
+        return self.waiting.has_several and len(self.waiting.tenants | self.num_held.keys()) > 1
+
+    def hold(self, completion: Completion, sign: int = 1) -> None:
+        """Note that a completion takes its slots, or with a ``sign`` of -1 that it leaves them."""
+        tenant = completion.request.tenant
+        self.num_held[tenant] += sign * completion.num_slots
+        if not self.num_held[tenant]:
+            del self.num_held[tenant]
 
     def may_admit(self, num_running: int) -> bool:
         """Whether to look for slots and blocks for the first in the queue.
@@ -83,10 +119,37 @@ class Admission:
         Where more requests wait than there are slots, several are admitted together: a pass over one short prompt takes
         the device half as long as one over eight.
         """
+        if self.is_shared:
+            return self._may_take_turn(num_running)
         min_free_slots = min(self._min_arrivals, len(self.waiting))
         if self._manager.num_free_rows < min_free_slots and num_running:
             return False
         return self._may_admit_one(num_running)
+
+    def _may_take_turn(self, num_running: int) -> bool:
+        """As ``may_admit``, of several tenants, of whom one may have to be preempted for another."""
+        if not self.waiting or not num_running:
+            return bool(self.waiting)
+        now = self._resources()
+        if (last := self._no_turns) is not None:
+            if now[0] == last[0] and now[1] <= last[1] and now[2] <= last[2]:
+                return False
+            self._no_turns = None
+        if now[1] < min(self._min_arrivals, len(self.waiting)):
+            # Who is to hold the most anyway waits until several are admitted together.
+            first = self._in_turn()[0]
+            return num_held_with(first, self.num_held) <= max(self.num_held.values())
+        return True
+
+    def _resources(self) -> tuple[int, int, int]:
+        return self.waiting.num_changes, self._manager.num_free_rows, self._manager.num_free_blocks
+
+    def _in_turn(self) -> list[Completion]:
+        """Return those that may be next, the first in turn first; before them the one that had no tokens left."""
+        turns = self.waiting.in_turn(self.num_held, self._max_overtakes)
+        if self._left_out is not None:
+            turns.sort(key=lambda each: each.request.tenant != self._left_out)
+        return turns
 
     def _may_admit_one(self, num_running: int) -> bool:
         if not self.waiting or not self._manager.num_free_rows:
@@ -94,17 +157,82 @@ class Admission:
         if self._blocked is None:
             return True
         blocked, num_free_blocks = self._blocked
-        if blocked is self.waiting[0] and num_running and self._manager.num_free_blocks <= num_free_blocks:
+        is_oldest = blocked is self.waiting.oldest
+        if is_oldest and num_running and self._manager.num_free_blocks <= num_free_blocks:
             return False
         self._blocked = None
         return True
 
-    def admit(self, budget: int, num_running: int) -> tuple[Int32Array, Int32Array, int]:
+    def find_turn(self, running_slots: Int32Array, num_blocks: int, num_tokens: int) -> _Turn | None:
+        """Return who is next but lacks room, and who is preempted for it; None where nobody has to be, or can.
+
+        Args:
+            running_slots: ``[R]``, oldest first.
+            num_blocks: that running completions may take in the next step.
+            num_tokens: of that step, that are left for prompts.
+        """
+        manager, state = self._manager, self._state
+        running = [state.completion(slot) for slot in running_slots.tolist()]
+        for completion in self._in_turn():
+            match = self._look_up(completion)
+            num_remaining = len(completion.token_ids) - match.num_tokens
+            num_needed = manager.blocks_needed(match, len(completion.token_ids)) + self._num_spare_blocks()
+            shortage = Shortage(
+                completion.num_slots + self.num_reserved_slots - manager.num_free_rows,
+                num_needed + num_blocks - manager.num_free_blocks,
+                (1 if self._chunked_prefill else num_remaining) - num_tokens,
+            )
+            if max(shortage) <= 0:
+                return None
+            victims = choose_victims(
+                completion,
+                running,
+                self.num_held,
+                shortage,
+                lambda victims, kept=match.block_ids: manager.blocks_freed_with(  # type: ignore[misc]
+                    np.array([each.slot for each in victims], np.int64), kept
+                ),
+            )
+            if victims:
+                return _Turn(completion, victims)
+        return None
+
+    def place(self, completion: Completion) -> tuple[Int32Array, int]:
+        """Give one its slot for which room was made.
+
+        Returns:
+            ``[1]`` the slot, and how many tokens the prefix cache has supplied.
+        """
+        self._in_flight_prefixes.new_step_starts()
+        picked = self._pick(completion, len(completion.token_ids), 0, 0, is_first=False)
+        if not isinstance(picked, _Candidate):
+            raise IntegrityError("others were preempted for a request that cannot be admitted")
+        self._take(completion)
+        slots, _, num_cached = self._assign_slots([picked])
+        return slots, num_cached
+
+    def _take(self, completion: Completion) -> None:
+        """Take one out of the queue that gets its slots."""
+        if counts_as_overtaking(completion, self.waiting.oldest, self.num_held):
+            self.waiting.oldest.num_overtaken += 1
+        self.waiting.remove(completion)
+        self.hold(completion)
+
+    def _put_back(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            self.hold(completion, -1)
+        self.waiting.put_back(completions)
+
+    def admit(
+        self, budget: int, num_running: int, num_lent: int = 0, prompting: Set[bytes] = frozenset()
+    ) -> tuple[Int32Array, Int32Array, int]:
         """Admit as many requests as there is room for.
 
         Args:
             budget: tokens that they may compute in the next step.
             num_running: slots in use.
+            num_lent: further tokens, for tenants that are not in ``prompting``.
+            prompting: tenants whose prompts are computed in that step.
 
         Returns:
             ``[N]`` the new slots, ``[N]`` how many tokens of each the next step computes, and how many tokens the
@@ -114,16 +242,25 @@ class Admission:
         deferred: list[Completion] = []
         self._in_flight_prefixes.new_step_starts()
         num_reserved_blocks = num_reserved_slots = 0
+        is_shared = self.is_shared
         if not self.may_admit(num_running):
-            budget = 0
-        while budget > 0 and self._may_admit_one(num_running + len(candidates)):
+            budget = num_lent = 0
+        while budget + num_lent > 0 and (
+            self.waiting if is_shared else self._may_admit_one(num_running + len(candidates))
+        ):
             is_first = not num_running and not candidates
-            picked = self._pick(
-                self.waiting[0], budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
-            )
+            picked = None
+            for completion in self._in_turn():
+                most = budget if completion.request.tenant in prompting else budget + num_lent
+                if most > 0:
+                    picked = self._pick(
+                        completion, most, num_reserved_blocks, num_reserved_slots, is_first=is_first
+                    )
+                if picked is not None:
+                    break
             if picked is None:
                 break
-            completion = self.waiting.popleft()
+            self._take(completion)
             if isinstance(picked, _Deferred):
                 deferred.append(completion)
                 num_reserved_blocks += picked.num_blocks
@@ -132,9 +269,24 @@ class Admission:
             candidates.append(picked)
             budget -= picked.num_tokens
             num_reserved_blocks += picked.num_new_blocks
+        self._left_out = None
+        if is_shared and candidates:
+            tenants = {each.completion.request.tenant for each in candidates} | prompting
+            self._left_out = self._who_is_left_out(tenants, budget + num_lent)
+        elif is_shared and not prompting:
+            self._no_turns = self._resources()
         served = self._reserve_first_chunks(candidates)
-        self.waiting.extendleft(reversed(deferred))
+        self._put_back([*(each.completion for each in candidates[len(served) :]), *deferred])
         return self._assign_slots(served)
+
+    def _who_is_left_out(self, served: Set[bytes], num_tokens: int) -> bytes | None:
+        """Return which tenant others than ``served`` has slots for its turn, but ``num_tokens`` are too few for it."""
+        num_slots = self._manager.num_free_rows - self.num_reserved_slots
+        for each in self._in_turn() if self.waiting else ():
+            num_wanted = 1 if self._chunked_prefill else len(each.token_ids)
+            if each.request.tenant not in served and each.num_slots <= num_slots and num_wanted > num_tokens:
+                return each.request.tenant
+        return None
 
     def _pick(
         self,
@@ -155,22 +307,17 @@ class Admission:
         Returns:
             None: neither it nor any later request can be admitted.
         """
-        manager, token_ids = self._manager, completion.token_ids
-        num_slots = 1 + completion.num_siblings_to_fork
+        manager, token_ids, num_slots = self._manager, completion.token_ids, completion.num_slots
         if manager.num_free_rows - self.num_reserved_slots - num_reserved_slots < num_slots:
             return None
         namespace, reports_prompt = completion.request.namespace, completion.request.reports_prompt
-        self._commits.flush_for(token_ids, namespace)
-        # Log-probabilities of a prompt come from all of its tokens. What it computes is cached for others.
-        match = manager.match(token_ids, namespace=namespace, max_tokens=0 if reports_prompt else None)
-        if self._has_head and match.num_tokens:
-            match = self._without_last_token(match, token_ids, namespace)
+        match = self._look_up(completion)
         num_remaining = len(token_ids) - match.num_tokens
         # No half prompt overtakes a deferred request: the rest of it would delay that one in later steps.
         if num_remaining > budget and (num_reserved_slots or not self._chunked_prefill):
             return None
         # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
-        spare = 0 if is_first else manager.num_usable_blocks // 100
+        spare = 0 if is_first else self._num_spare_blocks()
         num_free_blocks = manager.num_free_blocks
         num_needed = manager.blocks_needed(match, len(token_ids))
         fits = is_first or num_needed + spare <= num_free_blocks - num_reserved_blocks
@@ -193,6 +340,17 @@ class Admission:
             num_needed - (num_free_blocks - manager.num_free_blocks),
         )
 
+    def _look_up(self, completion: Completion) -> PrefixMatch:
+        """Return what the prefix cache has of its tokens."""
+        token_ids, request = completion.token_ids, completion.request
+        self._commits.flush_for(token_ids, request.namespace)
+        # Log-probabilities of a prompt come from all of its tokens. What it computes is cached for others.
+        most = 0 if request.reports_prompt else None
+        match = self._manager.match(token_ids, namespace=request.namespace, max_tokens=most)
+        if self._has_head and match.num_tokens:
+            return self._without_last_token(match, token_ids, request.namespace)
+        return match
+
     def _without_last_token(self, match: PrefixMatch, token_ids: Int32Array, namespace: bytes) -> PrefixMatch:
         """Return a hit that is a token shorter, in the same blocks.
 
@@ -205,8 +363,12 @@ class Admission:
             return shorter
         return replace(shorter, block_ids=match.block_ids[: -(-end // size)])
 
+    def _num_spare_blocks(self) -> int:
+        """Return how many blocks are left free where others run."""
+        return self._manager.num_usable_blocks // 100
+
     def _reserve_first_chunks(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Reserve the blocks of all first chunks at once; where they are short, the newest go back to the queue.
+        """Reserve the blocks of all first chunks at once; where they are short, the newest have to go back.
 
         Those that share a block may need more than each of them alone: whoever writes into it first has to copy it.
         """
@@ -216,7 +378,6 @@ class Admission:
             candidate = candidates[num_served]
             self._manager.free(np.array([candidate.slot]))
             self.num_reserved_slots -= candidate.completion.num_siblings_to_fork
-            self.waiting.appendleft(candidate.completion)
             self._blocked = (candidate.completion, self._manager.num_free_blocks)
         return candidates[:num_served]
 
@@ -259,8 +420,12 @@ class Step:
 class Scheduler:
     """Continuous batching: decodes first, then prompts in order of arrival, under one token budget.
 
-    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted: it
-    goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
+    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted, of
+    several tenants that of the one that holds the most slots: it goes back to the front of the queue and is computed
+    again later. The oldest therefore always finishes: no deadlock.
+
+    Several tenants take turns, see ``turns.py``: others may be preempted for a request that has just come, and each
+    tenant whose prompts are computed in a step has the same part of its tokens.
 
     With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled.
@@ -303,7 +468,7 @@ class Scheduler:
         self._prompts_first = prompts_first
         self._may_overlap = may_overlap
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
-        self._token_budget = config.token_budget
+        self._token_budget, self._chunked_prefill = config.token_budget, config.chunked_prefill
         self._num_drafts = self.num_drafts_wanted = num_drafts
         """Of each decode in the next step: all or none."""
         self.running_slots: Int32Array = np.empty(0, np.int32)
@@ -340,6 +505,8 @@ class Scheduler:
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
         """
+        if self.waiting.has_several and self._has_to_drain_for_turns(num_in_flight):
+            return None
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
             return None
@@ -404,13 +571,18 @@ class Scheduler:
         self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
         self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
         self._state.num_siblings_to_fork[slots] = 0
-        return self._state.clear(slots)
+        completions = self._state.clear(slots)
+        for completion in completions:
+            self._admission.hold(completion, -1)
+        return completions
 
     def _defer_decodes(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
         is_decode = self._is_decode(slots, counts)
         if 2 * int(counts[~is_decode].sum()) < self._token_budget:
-            return slots, counts
+            # Those that come back from a preemption may be decodes at once; the newest of too many wait a step.
+            fits = np.cumsum(counts) <= self._token_budget
+            return slots[fits], counts[fits]
         return slots[~is_decode], counts[~is_decode]
 
     def _is_decode(self, slots: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
@@ -537,7 +709,10 @@ class Scheduler:
         ones = np.ones(len(singles), np.int32)
         budget = self._budget_left(singles, ones)
         chunked, remaining = running[~is_single], remaining[~is_single]
-        counts = np.clip(budget - (np.cumsum(remaining) - remaining), 0, remaining).astype(np.int32)
+        if self._chunked_prefill and self._admission.is_shared:
+            counts = self._split(budget, chunked, remaining)
+        else:
+            counts = np.clip(budget - (np.cumsum(remaining) - remaining), 0, remaining).astype(np.int32)
         fits = counts > 0
         counts = np.concatenate([ones, counts[fits]])
         return np.concatenate([singles, chunked[fits]]), counts
@@ -567,20 +742,86 @@ class Scheduler:
     def _may_admit(self) -> bool:
         return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
+    def _has_to_drain_for_turns(self, num_in_flight: int) -> bool:
+        """Preempt for requests in whose turn there is no room, and give them slots, unless a step is in flight.
+
+        Returns:
+            Whether this has to be done, once no step is in flight: a preempted request would lose the tokens it draws.
+        """
+        admission = self._admission
+        while admission.is_shared and self._may_admit():
+            slots, counts = self._pick_running()
+            num_blocks = self._manager.blocks_to_reserve(slots, self._num_ahead(slots, counts, 0))
+            # Running prompts leave a part of their tokens to others, if they may be cut.
+            beside = counts == 1 if self._chunked_prefill else np.ones(len(slots), np.bool_)
+            num_tokens = self._budget_left(slots[beside], counts[beside])
+            turn = admission.find_turn(self.running_slots, num_blocks, num_tokens)
+            if turn is None:
+                return False
+            if num_in_flight:
+                return True
+            for victim in turn.victims:
+                self._preempt(victim.slot)
+                victim.num_turns_given += 1
+            new_slots, num_cached = admission.place(turn.completion)
+            self.counters.cached_tokens += num_cached
+            self.running_slots = np.concatenate([self.running_slots, new_slots])
+        return False
+
     def _preempt_newest(self) -> None:
-        slot = self.running_slots[-1:]
-        num_computed = int(self._manager.num_computed_tokens[slot[0]])
-        completion = self.release(slot)[0]
+        """Preempt the newest one of those tenants that hold the most slots; never the oldest of all."""
+        slot, num_held = int(self.running_slots[-1]), self._admission.num_held
+        if len(num_held) > 1:
+            newest_first = self.running_slots[:0:-1].tolist()
+            slot = max(newest_first, key=lambda each: num_held[self._tenant(each)])
+        self._preempt(slot)
+
+    def _preempt(self, slot: int) -> None:
+        num_computed = int(self._manager.num_computed_tokens[slot])
+        completion = self.release(np.array([slot], np.int32))[0]
         completion.num_computed_before = max(completion.num_computed_before, num_computed)
-        self.waiting.appendleft(completion)
+        self.waiting.prepend(completion)
         self.counters.preemptions += 1
 
+    def _tenant(self, slot: int) -> bytes:
+        return self._state.completion(slot).request.tenant
+
+    def _split(self, num_tokens: int, slots: Int32Array, wanted: Int32Array) -> Int32Array:
+        """Return how many of a step's prompt tokens each of ``slots`` gets, ``[N]``, see ``split_tokens``."""
+        tenants = [self._tenant(slot) for slot in slots.tolist()]
+        return np.array(split_tokens(num_tokens, wanted.tolist(), tenants), np.int32)
+
     def _admit(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        budget = self._budget_left(slots, counts)
-        new_slots, new_counts, num_cached = self._admission.admit(budget, len(self.running_slots))
+        budget, num_running = self._budget_left(slots, counts), len(self.running_slots)
+        if self._admission.is_shared:
+            is_prompt = self._num_remaining(slots) > 1
+            prompting = {self._tenant(slot) for slot in slots[is_prompt].tolist()}
+            num_lent = self._num_lent(budget, int(counts[is_prompt].sum()), prompting)
+            new_slots, new_counts, num_cached = self._admission.admit(
+                budget, num_running, num_lent, prompting
+            )
+            if (num_taken := int(new_counts.sum()) - budget) > 0:
+                num_left = int(counts[is_prompt].sum()) - num_taken
+                counts[is_prompt] = self._split(num_left, slots[is_prompt], counts[is_prompt])
+                slots, counts = slots[counts > 0], counts[counts > 0]
+        else:
+            new_slots, new_counts, num_cached = self._admission.admit(budget, num_running)
         self.counters.cached_tokens += num_cached
         self.running_slots = np.concatenate([self.running_slots, new_slots])
         return np.concatenate([slots, new_slots]), np.concatenate([counts, new_counts])
+
+    def _num_lent(self, budget: int, num_prompt_tokens: int, prompting: Set[bytes]) -> int:
+        """Return how many of their prompt tokens ``prompting`` leave to tenants that have none in this step.
+
+        Args:
+            budget: tokens that are left in any case.
+            num_prompt_tokens: of ``prompting``.
+        """
+        num_others = len(self.waiting.tenants - prompting)
+        if not num_others or not self._chunked_prefill:
+            return 0
+        part = (budget + num_prompt_tokens) * num_others // (num_others + len(prompting))
+        return max(part - budget, 0)
 
     def _fork(self, parent_slot: int) -> Int32Array:
         self._num_repeats = 0

@@ -107,6 +107,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
     service = check_body(request, body)
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
+    tenant = service.namespaces.tenant(request.headers)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
     options = body.prompt_options(processor.max_model_len)
@@ -118,7 +119,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     length = length_of(prompts)
     inputs = await run_by_length(
         length,
-        partial(processor.process_all, prompts, [params] * len(prompts), namespace, options),
+        partial(processor.process_all, prompts, [params] * len(prompts), namespace, options, tenant),
         None if options.truncate_prompt_tokens is None else service.long_truncation,
     )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
@@ -161,6 +162,7 @@ async def answer_chat(
     """
     service = check_body(request, body)
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
+    tenant = service.namespaces.tenant(request.headers)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
     options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
@@ -179,7 +181,7 @@ async def answer_chat(
     def process() -> list[ProcessedInput]:
         with naming("messages"):
             ids = processor.encode_prompt(conversation.render(), options)
-            return processor.process_all([ids], [params], namespace, options)
+            return processor.process_all([ids], [params], namespace, options, tenant)
 
     inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))

@@ -236,7 +236,8 @@ class CacheNamespaces:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._is_per_key = bool(settings.api_keys) and not settings.share_prefix_cache
+        self._has_keys = bool(settings.api_keys)
+        self._is_per_key = self._has_keys and not settings.share_prefix_cache
         self._secret = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
     def namespace(self, headers: Headers, cache_salt: str | None) -> bytes:
@@ -254,6 +255,17 @@ class CacheNamespaces:
         if not key and cache_salt is None:
             return b""
         salt = b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
+        return self._digest(key, salt)
+
+    def tenant(self, headers: Headers) -> bytes:
+        """Return who waits for slots beside the holders of other keys; empty where the server has no keys.
+
+        Args:
+            headers: of a request that has been authorized.
+        """
+        return self._digest(given_key(headers).encode(), b"") if self._has_keys else b""
+
+    def _digest(self, key: bytes, salt: bytes) -> bytes:
         # With its length in front, no key and salt read like another key and salt. A salt is never empty.
         message = len(key).to_bytes(8, "little") + key + salt
         return blake2b(message, key=self._secret, digest_size=32).digest()

@@ -44,10 +44,12 @@ def make(
     )
 
 
-def queue(admission: Admission, processor: InputProcessor, *prompts: list[int], n: int = 1) -> None:
+def queue(
+    admission: Admission, processor: InputProcessor, *prompts: list[int], n: int = 1, tenant: bytes = b""
+) -> None:
     for prompt in prompts:
-        request = processor.make(prompt, SamplingParams(max_tokens=4, n=n))
-        admission.waiting.append(request.completions[0])
+        (checked,) = processor.process_all([prompt], [SamplingParams(max_tokens=4, n=n)], tenant=tenant)
+        admission.waiting.append(processor.build(checked).completions[0])
 
 
 def remember(manager: BlockManager, tokens: list[int]) -> None:
@@ -103,7 +105,7 @@ def test_requests_without_blocks_keep_their_place_in_the_queue() -> None:
     remember(manager, STEM)
     # Nobody needs a further block, but all except the first need a copy of the half-filled one, and two are free.
     queue(admission, processor, *([*STEM, 10 + index, 9] for index in range(5)))
-    last = [admission.waiting[3], admission.waiting[4]]
+    last = [list(admission.waiting)[3], list(admission.waiting)[4]]
     _, counts, _ = admission.admit(64, 0)
     assert counts.tolist() == [2, 2, 2] and list(admission.waiting) == last
     manager.check_integrity()
@@ -161,7 +163,7 @@ def few_are_worth_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_behind_one_that_waits_for_a_prefix_come_in() -> None:
     admission, manager, processor = make(60)
     queue(admission, processor, [*STEM, 50], [*STEM, 60, 61], [7] * 10, [*STEM, 70], [8] * 5)
-    waiting = [admission.waiting[1], admission.waiting[3]]
+    waiting = [list(admission.waiting)[1], list(admission.waiting)[3]]
     rows, counts, _ = admission.admit(64, 0)
     assert counts.tolist() == [7, 10, 5] and list(admission.waiting) == waiting
     manager.commit(rows[:1].astype(np.int64), counts[:1], np.array([*STEM, 50]))
@@ -181,9 +183,9 @@ def test_rows_and_blocks_of_a_deferred_prompt_are_kept(
 ) -> None:
     admission, manager, processor = make(num_blocks, max_num_seqs)
     queue(admission, processor, [*STEM, 50], [*STEM, 60], [7] * 8)
-    first_waiting = admission.waiting[1]
+    first_waiting = list(admission.waiting)[1]
     rows, counts, _ = admission.admit(64, 0)
-    assert counts.tolist() == [7, 8][:num_admitted] and admission.waiting[0] is first_waiting
+    assert counts.tolist() == [7, 8][:num_admitted] and next(iter(admission.waiting)) is first_waiting
     manager.commit(rows[:1].astype(np.int64), counts[:1], np.array([*STEM, 50]))
     _, counts, num_cached = admission.admit(64, num_admitted)
     assert (counts.tolist()[0], num_cached) == (1, 6)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,34 @@ def test_few_compiled_grammars_are_kept(
         assert texts_of(llm.generate("The", params)[0]) == [choice]
     assert [each.choice[0] for each in compiled] == ["one", "two", "three", "two"]
     assert len(llm.core.grammars._cache) == 2
+
+
+def test_grammars_of_a_tenant_do_not_wait_for_all_of_another_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_NUM_COMPILERS", 1)
+    has_begun, may_go_on, order = threading.Event(), threading.Event(), []
+
+    def compile_later(compiler: GrammarCompiler, params: SamplingParams) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(HANG_S)
+        return params.seed
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_later)
+    compiler = GrammarCompiler(llm.core.input_processor.tokenizer, EOS + 1, [EOS])
+
+    def start(number: int, tenant: bytes) -> Future[None]:
+        return compiler.start(SamplingParams(seed=number), order.append, tenant)
+
+    first = start(0, b"many")
+    assert has_begun.wait(HANG_S)
+    second, *_ = [start(number, b"many") for number in range(1, 6)]
+    for number in (6, 7):
+        start(number, b"few")
+    assert second.cancel() and not first.cancel()
+    may_go_on.set()
+    compiler._threads.shutdown()
+    assert order == [0, 6, 2, 7, 3, 4, 5]
 
 
 def _noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:

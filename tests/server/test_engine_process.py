@@ -280,8 +280,10 @@ def engine_in_a_thread(
 def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socket]) -> None:
     engine, ours = engine_in_a_thread
     step = engine._core._advance
+    given = set()
 
     def fail_later() -> None:
+        given.update((each.namespace, each.tenant) for each in engine._core._requests.values())
         if engine._core.stats.generated_tokens >= 2:
             raise RuntimeError("the device fell off the bus")
         step()
@@ -289,7 +291,7 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
     engine._core._advance = fail_later  # type: ignore[method-assign]
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(Add("seven", 7, ids, params, b"", [])))
+    ours.sendall(encode(Add("seven", 7, ids, params, b"cache", [], b"key")))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
@@ -297,6 +299,7 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
         while not isinstance(seen[-1], EngineDeadError):
             seen.append(read_message(stream))
     assert isinstance(seen[0], Ready) and "fell off the bus" in str(seen[-1])
+    assert given == {(b"cache", b"key")}
 
 
 def test_batches_without_ack_hold_later_ones_back(
@@ -305,7 +308,7 @@ def test_batches_without_ack_hold_later_ones_back(
     engine, ours = engine_in_a_thread
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    ours.sendall(encode(Add("one", 1, ids, params, b"", [])))
+    ours.sendall(encode(Add("one", 1, ids, params, b"", [], b"")))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers
 
 from rose_backend.server.service import CacheNamespaces
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import LiveServer, running_server
+from tests.server.live_server import MODEL, LiveServer, read_metric, running_server, wait_until
+from tests.support.patience import HANG_S
 
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 KEYS = {"api_keys": (VICTIM, ATTACKER)}
@@ -204,6 +205,35 @@ def test_the_engine_hears_of_neither_key_nor_salt() -> None:
     assert salts == [namespace_of(namespaces, *pair) for pair in pairs]
     # Another server with the same keys makes different ones.
     assert not set(salts) & {namespace_of(CacheNamespaces(settings), *pair) for pair in pairs}
+
+
+@pytest.mark.parametrize("shares_cache", [False, True])
+def test_tenants_are_keys_whatever_their_salts(shares_cache: bool) -> None:
+    settings = ServerSettings(served_model_names=("m",), api_keys=("a", "b"), share_prefix_cache=shares_cache)
+    namespaces = CacheNamespaces(settings)
+    tenants = [namespaces.tenant(Headers(headers_of(key))) for key in ("a", "b", "a")]
+    assert tenants[0] == tenants[2] != tenants[1] and {len(each) for each in tenants} == {32}
+    assert namespaces.tenant(Headers({"x-api-key": "b"})) == tenants[1]
+    open_to_all = CacheNamespaces(ServerSettings(served_model_names=("m",)))
+    assert open_to_all.tenant(Headers(headers_of("a"))) == b""
+
+
+def test_a_key_does_not_wait_for_640_sequences_of_another_one(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, KEYS, max_num_seqs=4) as server:
+
+        def num_waiting() -> float:
+            return read_metric(server.http.get("/metrics").text, "num_requests_waiting")
+
+        flood = {"model": MODEL, "prompt": [[number] for number in range(640)], "max_tokens": 600}
+        flood |= {"ignore_eos": True, "stream": True}
+        with server.http.stream(
+            "POST", "/v1/completions", json=flood, headers=headers_of(ATTACKER)
+        ) as answer:
+            wait_until(lambda: num_waiting() >= 630)
+            body = {"model": MODEL, "prompt": [700], "max_tokens": 2, "ignore_eos": True}
+            own = server.http.post("/v1/completions", json=body, headers=headers_of(VICTIM), timeout=HANG_S)
+            assert own.json()["usage"]["completion_tokens"] == 2
+            assert num_waiting() >= 600 and answer.status_code == 200
 
 
 def test_one_namespace_for_requests_that_are_not_told_apart() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,12 @@ from rose_backend.engine import model_runner, output_thread, scheduler, sequence
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.output_thread import OutputHandler, OutputThread
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
+from rose_backend.engine.request import Completion, Request
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.startup import LoadedModel
 from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.turns import MAX_TURNS_GIVEN
 from rose_backend.errors import EngineDeadError
 from tests.conftest import ROOT
 from tests.simulation.device import Answer, Device, Event, ForeignContent, SimulatedRunner, chain
@@ -87,6 +90,8 @@ class Settings:
     kinds: tuple[str, ...]
     """What requests may ask for, see ``_params``."""
     num_drafts: int = 0
+    tenants: tuple[bytes, ...] = (b"",)
+    """Whose requests come, as often as they are named."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -248,9 +253,14 @@ class Simulation:
         self._rng = rng = random.Random(seed)
         # Of its own, so that all else of a seed is as without drafts.
         num_drafts = random.Random(f"drafts of {seed}").choice((0, 0, 1, 3, 7))
-        self.settings = replace(Settings.draw(rng), num_drafts=num_drafts)
+        self._turns_rng = turns_rng = random.Random(f"tenants of {seed}")
+        tenants = turns_rng.choice(((b"",), (b"a", b"b"), (b"a",) * 8 + (b"b",), (b"a", b"a", b"b", b"c")))
+        settings = replace(Settings.draw(rng), num_drafts=num_drafts)
+        # Only servers have tenants.
+        self.settings = replace(settings, tenants=tenants) if settings.is_online else settings
         self.states: set[int] = set()
         self.digest = 0
+        self._is_giving_turns = False
         self.num_steps = self.num_rows = 0
         self._visits: dict[str, Visit] = {}
         self._prompts: list[tuple[list[int], str | None]] = []
@@ -266,7 +276,7 @@ class Simulation:
         Raises:
             AssertionError, RoseError: something is wrong; the text says what.
         """
-        with _replaced_parts(self.settings):
+        with replaced_parts(self.settings):
             self._start()
             settings, rng = self.settings, self._rng
             for turn in itertools.count():
@@ -282,12 +292,16 @@ class Simulation:
                 if turn % 4 == 0:
                     self._core.check_integrity()
                     self._check_accounts()
-            self._core.check_integrity()
-            state, manager = self._core._state, self._core.manager
-            assert manager.num_free_rows == settings.max_num_seqs and not any(state.completions)
-            assert manager.usage == 0.0 and not len(manager.clones.held_blocks())
-            assert self._core._scheduler._admission.num_reserved_slots == 0
-            self._core.close()
+            self.check_end()
+
+    def check_end(self) -> None:
+        """Check that an engine that has served all requests holds nothing, and close it."""
+        self._core.check_integrity()
+        state, manager, admission = self._core._state, self._core.manager, self._core._scheduler._admission
+        assert manager.num_free_rows == self.settings.max_num_seqs and not any(state.completions)
+        assert manager.usage == 0.0 and not len(manager.clones.held_blocks())
+        assert admission.num_reserved_slots == 0 and not admission.num_held and not admission.waiting
+        self._core.close()
 
     def _start(self) -> None:
         settings = self.settings
@@ -329,6 +343,7 @@ class Simulation:
         ):
             self._core = EngineCore(config, output_handler=handler if settings.is_online else None)
         self.device.answer_of = self._answer_of
+        self._watch_turns(self._core._scheduler)
         self._match = self._core.manager.match
         self._core.manager.match = self._checked_match  # type: ignore[method-assign]
 
@@ -347,6 +362,75 @@ class Simulation:
                 f"a prompt of {last + 1} tokens is looked up before position {end - 1} of slot {slot} is committed"
             )
         return self._match(token_ids, namespace=namespace, max_tokens=max_tokens)
+
+    def _watch_turns(self, scheduler: Scheduler) -> None:
+        """Check, whenever somebody gets or loses a slot, that it is its turn; and that nobody waits for one in vain."""
+        admission = scheduler._admission
+        take, preempt, schedule = admission._take, scheduler._preempt, scheduler.schedule
+        holders: dict[
+            bytes, int
+        ] = {}  # that were preempted for a turn, and how many slots they are left with
+
+        def take_and_check(completion: Completion) -> None:
+            num_held, tenant = admission.num_held, completion.request.tenant
+            num_after = num_held[tenant] + completion.num_slots
+            firsts = {each.request.tenant: each for each in reversed(list(admission.waiting))}
+            assert firsts.pop(tenant) is completion, "a tenant's requests keep their order"
+            for other in firsts.values():
+                num_with = num_held[other.request.tenant] + other.num_slots
+                assert other.place > completion.place or num_after < num_with, "it is not its turn"
+            assert all(num_left >= num_after for num_left in holders.values()), "holders are left with less"
+            take(completion)
+            holders.clear()
+            oldest = [admission.waiting.oldest.num_overtaken] if admission.waiting else []
+            assert all(number <= self.settings.max_num_seqs for number in oldest), "overtaken too often"
+
+        def preempt_and_check(slot: int) -> None:
+            tenant = core_state.completion(slot).request.tenant
+            preempt(slot)
+            if self._is_giving_turns:
+                holders[tenant] = admission.num_held[tenant]
+
+        def has_to_drain(num_in_flight: int) -> bool:
+            self._is_giving_turns = True
+            drains = give_turns(num_in_flight)
+            self._is_giving_turns = False
+            assert not holders, "somebody was preempted in vain"
+            return drains
+
+        def schedule_and_check(num_in_flight: int = 0) -> Step | None:
+            step = schedule(num_in_flight)
+            if step is not None and not num_in_flight:
+                self._check_that_turns_come(scheduler)
+            return step
+
+        core_state, give_turns = self._core._state, scheduler._has_to_drain_for_turns
+        admission._take = take_and_check  # type: ignore[method-assign]
+        scheduler._preempt = preempt_and_check  # type: ignore[method-assign]
+        scheduler._has_to_drain_for_turns = has_to_drain  # type: ignore[method-assign]
+        scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
+
+    def _check_that_turns_come(self, scheduler: Scheduler) -> None:
+        """Check that no tenant waits without a slot where another one has slots to give, and blocks are plenty."""
+        admission, state, settings = scheduler._admission, self._core._state, self.settings
+        manager, num_held = self._core.manager, admission.num_held
+        if len(scheduler._slots_in_pass) or settings.max_num_batched_tokens < 2 * settings.max_model_len:
+            return
+        if admission._in_flight_prefixes:  # It may wait a step for one.
+            return
+        if manager.num_free_blocks <= 2 * -(-settings.max_model_len // settings.block_size):
+            return
+        givers = [
+            each
+            for each in (state.completion(slot) for slot in scheduler.running_slots.tolist())
+            if each.num_turns_given < MAX_TURNS_GIVEN and num_held[each.request.tenant] > each.num_slots
+        ]
+        firsts = {each.request.tenant: each for each in reversed(list(admission.waiting))}
+        for tenant, completion in firsts.items():
+            if completion.num_slots == 1 and not num_held[tenant]:
+                assert not [each for each in givers if each.request.tenant != tenant], (
+                    "its turn does not come"
+                )
 
     def _answer_of(self, slot: int) -> Answer:
         completion = self._core._state.completion(slot)
@@ -381,36 +465,43 @@ class Simulation:
             name = str(self._num_added)
             self._num_added += 1
             prompt, salt, params, fails_at = self._ask()
-            make = self._core.input_processor.make
-            request = make(
-                {"prompt_token_ids": prompt, "cache_salt": salt},
-                params,
-                request_id=name,
-                is_streaming="streaming" in settings.kinds and rng.random() < 0.4,
+            tenant = self._turns_rng.choice(settings.tenants)
+            is_streaming = "streaming" in settings.kinds and rng.random() < 0.4
+            processor = self._core.input_processor
+            checked = processor.process({"prompt_token_ids": prompt, "cache_salt": salt}, params)
+            request = processor.build(
+                checked._replace(tenant=tenant), request_id=name, is_streaming=is_streaming
             )
-            contents, content = [], sum(request.namespace) + 1
-            for token in prompt:
-                content = chain(content, token)
-                contents.append(content)
-            assert params.seed is not None and params.max_tokens is not None
-            answers = [
-                Answer(
-                    f"{name}.{index}",
-                    prompt,
-                    contents,
-                    seed=params.seed + index,
-                    max_tokens=params.max_tokens,
-                    vocabulary=settings.vocabulary,
-                    width=(settings.max_model_len // settings.block_size + 1) * settings.block_size,
-                    fails_at=fails_at,
-                )
-                for index in range(params.n)
-            ]
-            visit = Visit(name, answers, [expected_end(answer, params) for answer in answers])
-            if not self._core.carry_out(deque([request])):
-                self._visits[name] = visit
+            answers = self._send(request, fails_at)
             if fails_at is None:
                 self._prompts.append((prompt + answers[0].output, salt))
+
+    def _send(self, request: Request, fails_at: int | None = None) -> list[Answer]:
+        """Give the engine a request; return what its completions are going to say."""
+        settings, params, name = self.settings, request.params, request.request_id
+        prompt = request.prompt_token_ids.tolist()
+        contents, content = [], sum(request.namespace) + 1
+        for token in prompt:
+            content = chain(content, token)
+            contents.append(content)
+        assert params.seed is not None and params.max_tokens is not None
+        answers = [
+            Answer(
+                f"{name}.{index}",
+                prompt,
+                contents,
+                seed=params.seed + index,
+                max_tokens=params.max_tokens,
+                vocabulary=settings.vocabulary,
+                width=(settings.max_model_len // settings.block_size + 1) * settings.block_size,
+                fails_at=fails_at,
+            )
+            for index in range(params.n)
+        ]
+        visit = Visit(name, answers, [expected_end(answer, params) for answer in answers])
+        if not self._core.carry_out(deque([request])):
+            self._visits[name] = visit
+        return answers
 
     def _ask(self) -> tuple[list[int], str | None, SamplingParams, int | None]:
         """Return the prompt, salt and parameters of a request, and the output token that there is none for."""
@@ -511,10 +602,13 @@ class Simulation:
                 assert completion.has_ended or is_in_slot or completion in waiting, "a request is lost"
         reserved = sum(int(state.num_siblings_to_fork[each.slot]) for each in holders)
         assert core._scheduler._admission.num_reserved_slots == reserved, "slots kept for siblings"
+        held = Counter(tenant for each in holders for tenant in [each.request.tenant] * each.num_slots)
+        assert core._scheduler._admission.num_held == held, "slots of each tenant"
+        assert all(each.num_turns_given <= MAX_TURNS_GIVEN for each in (*holders, *waiting))
 
 
 @contextmanager
-def _replaced_parts(settings: Settings) -> Iterator[None]:
+def replaced_parts(settings: Settings) -> Iterator[None]:
     """Put the simulation's parts in place of threads, kernels and limits that small engines do not reach."""
     threading = SimpleNamespace(
         Thread=_IdleThread, Event=output_thread.threading.Event, Condition=output_thread.threading.Condition
@@ -539,4 +633,4 @@ def _replaced_parts(settings: Settings) -> Iterator[None]:
         yield
 
 
-__all__ = ["ForeignContent", "Settings", "Simulation"]
+__all__ = ["ForeignContent", "Settings", "Simulation", "replaced_parts"]

@@ -50,6 +50,11 @@ def test_a_seed_repeats_a_run(host: str) -> None:
     assert other.digest != first.digest
 
 
+def test_preempted_requests_that_come_back_together_keep_within_the_tokens_of_a_step() -> None:
+    # Offline, two of them decode at once beside one that decodes, in steps of two tokens.
+    Simulation(9069).run()
+
+
 def test_seeds_have_all_settings() -> None:
     drawn = [Simulation(seed).settings for seed in range(200)]
     for name in Settings.__dataclass_fields__:

@@ -1,0 +1,211 @@
+"""Who is next where tenants, the holders of API keys, share request slots, blocks and the tokens of a step.
+
+A tenant *holds* the slots of its running completions, and those kept for siblings that are split off later. One rule:
+
+    Next is the request whose tenant holds the fewest slots once it has them, of equals the one that waits longest. It
+    takes its turn only where it can be placed now, into what is free, or into what requests of other tenants give up
+    that hold at least as much afterwards. Nobody overtakes a request whose tenant would hold as little with it.
+
+``in_turn`` is the order, ``choose_victims`` decides who gives up what, completely and before anything is changed. With
+one tenant the order is that of arrival, and nobody is preempted.
+
+Nobody starves: a request is overtaken by tenants that hold no more than its own tenant holds without it, so it is next
+at the latest when its tenant's running requests have ended. One that asks for several slots at once may be overtaken
+by others, too, as it waits for them to be free together; the oldest of all, by ``max_num_seqs`` of those at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import merge
+from operator import attrgetter
+from typing import NamedTuple
+
+from rose_backend.engine.request import Completion
+
+MAX_TURNS_GIVEN = 3
+"""A completion is preempted for others' turns at most this often. Without the prefix cache, or where its blocks were
+evicted meanwhile, each time costs the computation of all its tokens again."""
+
+
+class WaitingQueue:
+    """Completions that wait for a request slot, in order of arrival, with the oldest of each tenant at hand."""
+
+    def __init__(self) -> None:
+        self.num_changes = 0
+        """Grows with each completion that comes or leaves."""
+        self.has_several = False
+        """Several tenants have sent something since the start."""
+        self._queues: dict[bytes, deque[Completion]] = {}  # none is empty
+        self._first_place, self._last_place = 0, 0
+        self._num_waiting = 0
+        self._tenant_seen: bytes | None = None
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __contains__(self, completion: Completion) -> bool:
+        return completion in self._queues.get(completion.request.tenant, ())
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Yield them in order of arrival."""
+        return merge(*self._queues.values(), key=attrgetter("place"))
+
+    @property
+    def tenants(self) -> set[bytes]:
+        """Those that wait."""
+        return set(self._queues)
+
+    @property
+    def oldest(self) -> Completion:
+        """The one that waits longest."""
+        queues = self._queues.values()
+        return min((queue[0] for queue in queues), key=attrgetter("place"))
+
+    def append(self, completion: Completion) -> None:
+        """Add one that has just arrived."""
+        tenant = completion.request.tenant
+        self.has_several = self.has_several or self._tenant_seen not in (None, tenant)
+        self._tenant_seen = tenant
+        self._last_place += 1
+        completion.place = self._last_place
+        self._queue_of(completion).append(completion)
+
+    def prepend(self, completion: Completion) -> None:
+        """Add one that was preempted: it is the oldest now."""
+        self._first_place -= 1
+        completion.place = self._first_place
+        self._queue_of(completion).appendleft(completion)
+
+    def put_back(self, completions: Iterable[Completion]) -> None:
+        """Give those that were removed, each older than whoever of its tenant waits, the places that they had."""
+        for completion in sorted(completions, key=attrgetter("place"), reverse=True):
+            self._queue_of(completion).appendleft(completion)
+
+    def remove(self, completion: Completion) -> None:
+        """Take out one that waits.
+
+        Raises:
+            ValueError: it does not.
+        """
+        queue = self._queues[completion.request.tenant]
+        queue.remove(completion)
+        self._num_waiting -= 1
+        self.num_changes += 1
+        if not queue:
+            del self._queues[completion.request.tenant]
+
+    def in_turn(self, num_held: Counter[bytes], max_overtakes: int) -> list[Completion]:
+        """Return the oldest of each tenant that may be next, the first in turn first; see the module's docstring.
+
+        Args:
+            num_held: slots of each tenant.
+            max_overtakes: of the oldest of all, see ``counts_as_overtaking``.
+        """
+        if len(self._queues) == 1:
+            return [self.oldest]
+        heads = sorted((queue[0] for queue in self._queues.values()), key=attrgetter("place"))
+        oldest, turns = heads[0], heads[:1]
+        for each in heads[1:]:
+            comes_first = num_held_with(each, num_held) < num_held_with(turns[-1], num_held)
+            if comes_first and (
+                oldest.num_overtaken < max_overtakes or not counts_as_overtaking(each, oldest, num_held)
+            ):
+                turns.append(each)
+        return turns[::-1]
+
+    def _queue_of(self, completion: Completion) -> deque[Completion]:
+        self._num_waiting += 1
+        self.num_changes += 1
+        return self._queues.setdefault(completion.request.tenant, deque())
+
+
+def num_held_with(completion: Completion, num_held: Counter[bytes]) -> int:
+    """Return how many slots the tenant of ``completion`` holds once this one has its own."""
+    return num_held[completion.request.tenant] + completion.num_slots
+
+
+def counts_as_overtaking(completion: Completion, oldest: Completion, num_held: Counter[bytes]) -> bool:
+    """Whether ``completion`` goes before ``oldest`` though its tenant then holds more than the other one's holds."""
+    return completion is not oldest and num_held_with(completion, num_held) > num_held[oldest.request.tenant]
+
+
+class Shortage(NamedTuple):
+    """What a request lacks to be placed; nothing where a number is 0 or less."""
+
+    num_slots: int
+    num_blocks: int
+    num_tokens: int
+    """Of the next step; each victim leaves one."""
+
+
+def choose_victims(
+    completion: Completion,
+    running: Sequence[Completion],
+    num_held: Counter[bytes],
+    shortage: Shortage,
+    num_blocks_of: Callable[[Sequence[Completion]], int],
+) -> list[Completion]:
+    """Return which running completions are preempted for ``completion``, newest first; none where that is not enough.
+
+    Each is the newest of the tenant that then holds the most slots, and leaves it at least as many as the tenant of
+    ``completion`` holds with it. None has given up ``MAX_TURNS_GIVEN`` slots before.
+
+    Args:
+        running: oldest first.
+        num_held: slots of each tenant.
+        num_blocks_of: how many blocks are freed with these.
+    """
+    held, num_after = Counter(num_held), num_held_with(completion, num_held)
+    others = [
+        each
+        for each in reversed(running)
+        if each.num_turns_given < MAX_TURNS_GIVEN and each.request.tenant != completion.request.tenant
+    ]
+    victims: list[Completion] = []
+
+    def are_enough(victims: Sequence[Completion]) -> bool:
+        return (
+            sum(each.num_slots for each in victims) >= shortage.num_slots
+            and len(victims) >= shortage.num_tokens
+            and (shortage.num_blocks <= 0 or num_blocks_of(victims) >= shortage.num_blocks)
+        )
+
+    while not are_enough(victims):
+        others = [each for each in others if held[each.request.tenant] - each.num_slots >= num_after]
+        if not others:
+            return []
+        victim = max(others, key=lambda each: held[each.request.tenant])  # of equals, the newest
+        others.remove(victim)
+        held[victim.request.tenant] -= victim.num_slots
+        victims.append(victim)
+    for victim in victims.copy():
+        # A later one may have given more blocks.
+        if are_enough(rest := [each for each in victims if each is not victim]):
+            victims = rest
+    return victims
+
+
+def split_tokens(num_tokens: int, wanted: Sequence[int], tenants: Sequence[bytes]) -> list[int]:
+    """Split a step's prompt tokens: the same part for each tenant that wants so many, and the first come first in it.
+
+    Args:
+        wanted: tokens of each prompt, oldest first, ``[N]``.
+        tenants: of each prompt, ``[N]``.
+
+    Returns:
+        The tokens of each prompt, ``[N]``.
+    """
+    totals: Counter[bytes] = Counter()
+    for tenant, count in zip(tenants, wanted, strict=True):
+        totals[tenant] += count
+    parts, num_left = {}, max(num_tokens, 0)
+    for index, (tenant, total) in enumerate(sorted(totals.items(), key=lambda item: item[1])):
+        parts[tenant] = min(total, num_left // (len(totals) - index))
+        num_left -= parts[tenant]
+    counts = []
+    for tenant, count in zip(tenants, wanted, strict=True):
+        counts.append(min(count, parts[tenant]))
+        parts[tenant] -= counts[-1]
+    return counts
