@@ -18,9 +18,10 @@ are not installed are named and left out, as are engines that fail; then the sta
 with that part switched off, --compare-parts what tells the worth of each part inside vLLM. Without --model a random
 checkpoint with the shapes of GPT-2 124M is made, or of --shape.
 
-Drafts are engine options of both vLLMs, and --compare-drafts adds Rose without them. Random weights repeat nothing, so
-vLLM is told how often to accept the draft in each place. Below, steps give three tokens on average, as where an answer
-copies the prompt; zeros are a text in which nothing is found:
+Drafts are engine options, and --compare-drafts adds Rose without them, inside vLLM, or as --compare-host says where
+that is not compared. Random weights repeat nothing, so engines are told how often to accept the draft in each place.
+Below, steps give three tokens on average, as where an answer copies the prompt; zeros are a text in which nothing is
+found:
 
     D='{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
     "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.81, 0.656, 0.531]}}'
@@ -200,6 +201,8 @@ class Offline(Workload):
         for switch in SWITCHES:
             if getattr(options, f"compare_{switch}"):
                 host = "rose-in-vllm" if switch in SWITCHES_INSIDE_VLLM else options.compare_host
+                if switch == DRAFTS and host not in options.backends:
+                    host = options.compare_host
                 sides[f"{host}, {switch} off"] = (host, [switch])
         if options.compare_parts:
             sides |= {name: ("rose-in-vllm", off) for name, off in tables.PART_SIDES.items()}

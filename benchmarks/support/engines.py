@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,8 @@ MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sgla
 BLOCK_SIZE = 16
 STEP_BUDGET = "step_budget"
 """The limit of a step's time while prompts arrive: an option of Rose that is off by default, and "auto" of a side."""
+ACCEPTANCE_FIELDS = ("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length")
+"""Of vLLM's ``speculative_config``; see ``accept_at``."""
 DRAFTS = "drafts"
 """Speculative decoding, as the engine options ask for it."""
 STEP_MS = "ROSE_BENCHMARK_STEP_MS"
@@ -77,6 +79,12 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
         chosen["run_ahead"] = 0
     if options.kv_cache_tokens:
         chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
+    chosen.pop(DRAFTS, None)
+    extra = dict(options.extra)
+    if drafter := _drafter(options, extra):
+        extra["speculative_config"] = {
+            name: value for name, value in drafter.items() if name not in ACCEPTANCE_FIELDS
+        }
     return {
         "model": options.model,
         "dtype": options.dtype,
@@ -84,8 +92,48 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs,
         "block_size": BLOCK_SIZE,
         **chosen,
-        **options.extra,
+        **extra,
     }
+
+
+def _drafter(options: EngineOptions, extra: dict[str, Any]) -> dict[str, Any] | None:
+    """Take ``speculative_config`` out of ``extra``, with the path of a head that is written here; None: no drafts."""
+    drafter: dict[str, Any] | None = extra.pop("speculative_config", None)
+    if drafter is None or DRAFTS in options.switches_off:
+        return None
+    is_written_here = drafter.get("model") == EAGLE3_HEAD
+    return drafter | ({"model": str(Path(options.model, EAGLE3_HEAD))} if is_written_here else {})
+
+
+def acceptance_rates(drafter: Mapping[str, Any]) -> list[float] | None:
+    """Return how often the draft in each place is to be accepted, as vLLM reads it; None: where it is right."""
+    if drafter.get("rejection_sample_method") != "synthetic":
+        return None
+    if (rates := drafter.get("synthetic_acceptance_rates")) is not None:
+        return list(rates)
+    mean = drafter["synthetic_acceptance_length"] - 1
+    return [min(max(mean - place, 0.0), 1.0) for place in range(drafter["num_speculative_tokens"])]
+
+
+def accept_at(rates: Sequence[float]) -> None:
+    """Let engines of Rose without vLLM accept drafts at ``rates``, whatever they are, as vLLM's ``synthetic`` does."""
+    import torch
+
+    from rose_backend.engine.drafts import Drafts
+
+    accept = Drafts.accept
+
+    def accept_at_rates(self: Drafts, drawn: Any, drafts: Any, rows: Any, *rest: Any) -> None:
+        if drafts.shape[1]:
+            # A hash of 32 bits of each position of each slot, so that a replayed step decides anew.
+            mixed = rows.positions * 0x9E3779B1 + rows.slots * 0x85EBCA77 & 0xFFFFFFFF
+            mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
+            chance = (mixed ^ mixed >> 12) / 2**32
+            is_right = torch.stack([chance < rate for rate in rates], 1)
+            drafts = torch.where(is_right, drawn.view(len(drafts), -1)[:, :-1], -1)
+        accept(self, drawn, drafts, rows, *rest)
+
+    Drafts.accept = accept_at_rates  # type: ignore[method-assign]
 
 
 def vllm_options(options: EngineOptions) -> dict[str, Any]:
@@ -97,11 +145,8 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
         chosen["attention_backend"] = "FLASH_ATTN"
     switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs", DRAFTS)]
     extra = dict(options.extra)
-    drafter = extra.pop("speculative_config", None)
-    if drafter is not None and DRAFTS not in options.switches_off:
-        is_written_here = drafter.get("model") == EAGLE3_HEAD
-        here = {"model": str(Path(options.model, EAGLE3_HEAD))} if is_written_here else {}
-        extra["speculative_config"] = drafter | here
+    if drafter := _drafter(options, extra):
+        extra["speculative_config"] = drafter
     if switches:
         changed = {name: "auto" if name == STEP_BUDGET else False for name in switches}
         # Here, too.
@@ -171,6 +216,9 @@ class Rose(Offline):
     def __init__(self, options: EngineOptions) -> None:
         from rose_backend import LLM, SamplingParams, __version__
 
+        rates = acceptance_rates(options.extra.get("speculative_config") or {})
+        if rates is not None:
+            accept_at(rates)
         self._params, self._llm = SamplingParams, LLM(**rose_options(options))
         self.facts = {"version": __version__, "parts": self._llm.core.feature_status}
 

@@ -28,11 +28,12 @@ from benchmarks.reports.engines import (
 from benchmarks.support.checkpoint import EAGLE3_HEAD, LLAMA_8B, ModelFacts, write_checkpoint
 from benchmarks.support.cli import new_parser
 from benchmarks.support.comparison import add_engine_options, engine_options
-from benchmarks.support.engines import EngineOptions, vllm_options
+from benchmarks.support.engines import EngineOptions, Rose, vllm_options
 from benchmarks.support.run_facts import check_same, earlier_report, run_facts, with_runs
 from benchmarks.support.worker_pool import Engines
 from benchmarks.support.workload import Requests
 from rose_backend.config import PluginConfig
+from rose_backend.engine.drafts import Drafts
 from tests.benchmarks.fake_engine import write_fake_sglang
 from tests.conftest import ROOT
 
@@ -305,6 +306,38 @@ def test_rose_without_drafts_has_all_other_options() -> None:
     assert asked_for == {HOST: {"method": "ngram"}, STOCK: {"method": "ngram"}, without: None}
     assert made[without] == {name: made[HOST][name] for name in made[without]}
     assert made[without]["block_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"synthetic_acceptance_length": 2.5}, (1.0, 0.5, 0.0)),
+        ({"synthetic_acceptance_rates": [0.9, 0.6, 0.3]}, (0.9, 0.6, 0.3)),
+    ],
+    ids=["length", "rates"],
+)
+def test_rose_accepts_as_many_drafts_as_asked_for(
+    options: dict[str, Any], rates: tuple[float, ...], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drafts, "accept", Drafts.accept)
+    drafter = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+    } | options
+    given = json.dumps({"speculative_config": drafter, "adaptive_drafts": False})
+    arguments = ["--backends", "rose", "--device", "cpu", "--dtype", "float32", "--engine-options"]
+    asked = parse_options([*arguments, f"rose={given}"])
+    engine = Rose(engine_options(asked, "rose", str(tiny_model_path), FACTS, []))
+    try:
+        engine.generate([[1, 2, 3], [4, 5]] * 8, [40] * 16, {"temperature": 0.0})
+        stats = engine._llm.stats
+    finally:
+        engine.close()
+    shares = [
+        accepted / stats.spec_decode_num_drafts for accepted in stats.spec_decode_num_accepted_tokens_per_pos
+    ]
+    assert shares == pytest.approx(rates, abs=0.1), stats
 
 
 def test_a_head_is_written_beside_random_weights(tmp_path: Path) -> None:
