@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine import scheduler
 from rose_backend.kernels.arguments import DraftedRows
 from tests.engine.conftest import GREEDY
 from tests.engine.test_drafts import NOT_ADAPTIVE, WIDTHS, Clock, Drafter, plain_crowd, texts_of
@@ -21,6 +22,7 @@ from tests.support.crowd import crowd, tokens_of
 from tests.support.eagle_checkpoints import write_eagle3_head, write_right_pair
 from tests.support.eagle_reference import DenseHead
 from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.side_passes import SideSteps, serve_with_side_passes
 
 MODELS = Path(__file__).parents[2] / "models"
 VOCAB_SIZE = 2560
@@ -223,6 +225,46 @@ def write_right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], P
     return lambda share: Pair(
         *write_right_pair(tmp_path_factory.mktemp("right"), share=share, vocab_size=VOCAB_SIZE)
     )
+
+
+@pytest.mark.parametrize(("run_ahead", "is_late"), [(0, False), (1, True), (3, True)])
+def test_prompts_beside_decodes(
+    pair: Pair, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, run_ahead: int, is_late: bool
+) -> None:
+    """What a pass in flight leaves of its prompts is not touched by the steps beside it, nor by requests that end."""
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 0)
+    rng = random.Random(6)
+    prompts = [rng.sample(range(1, VOCAB_SIZE), rng.choice((1, 2, 17, 40))) for _ in range(30)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randrange(2, 25),
+            ignore_eos=True,
+            seed=index,
+            temperature=0.7 * (index % 2),
+            n=1 + index % 3,
+        )
+        for index in range(30)
+    ]
+    prompts = [[*prompt, 7] if len(prompt) % 16 == 0 else prompt for prompt in prompts]
+    expected = tokens_of(make_engine(0), prompts, params)
+    drafting = make_engine(run_ahead=run_ahead, max_num_seqs=9)
+    mixed = Mixed(drafting, 3, texts_of(prompts, expected))
+    side = SideSteps(lambda num_looks: num_looks > 4, is_late=is_late)
+    core, outputs, arrivals = serve_with_side_passes(drafting, side), {}, list(range(30))[::-1]
+    while arrivals or core.num_unfinished:
+        if arrivals and rng.random() < 0.2:
+            index = arrivals.pop()
+            core.add(core.input_processor.make(prompts[index], params[index], request_id=str(index)))
+        if core.can_step:
+            outputs |= {output.request_id: output for output in core.step() if output.finished}
+    assert side.num_begun > 5
+    for index in range(30):
+        assert [each.token_ids for each in outputs[str(index)].outputs] == expected[index]
+    lengths = {
+        tuple(prompt): len(prompt) + (each.max_tokens or 0)
+        for prompt, each in zip(prompts, params, strict=True)
+    }
+    mixed.check(pair, 3, lengths)
 
 
 def random_prompts(num_prompts: int) -> list[list[int]]:

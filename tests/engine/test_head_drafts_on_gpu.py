@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine import scheduler
 from rose_backend.engine.head_drafts import HeadDrafts
 from rose_backend.kernels.arguments import DraftedRows
 from tests.engine.test_drafts import NOT_ADAPTIVE, plain_crowd
 from tests.engine.test_head_drafts import VOCAB_SIZE, Pair, write_pair
+from tests.engine.test_side_passes_on_gpu import Server
 from tests.support.crowd import crowd, tokens_of
 from tests.support.eagle_checkpoints import write_right_pair
 from tests.support.eagle_reference import DenseHead
@@ -200,6 +203,22 @@ def test_same_text_beside_requests_without_drafts(case: tuple[Pair, Any, Any, An
     with LLM(str(pair.model), **own) as llm:
         assert tokens_of(llm, prompts, params) == expected
         assert llm.stats.spec_decode_num_accepted_tokens > 0
+
+
+def test_prompts_beside_decodes(case: tuple[Pair, Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_TOKENS_AMONG_DECODES", 0)
+    pair, prompts, params, expected = case
+    own = {name: value for name, value in OPTIONS.items() if name != "device"}
+    server = Server(pair.model, speculative_config=pair.drafts(3), **own)
+    with closing(server.core):
+        rng = random.Random(2)
+        for round_number in range(4):
+            aborted = server.serve(prompts, params, rng, name := f"round {round_number}")
+            for index in set(range(len(prompts))) - aborted:
+                tokens = [each.token_ids for each in server.outputs[f"{name} {index}"].outputs]
+                assert tokens == expected[index], f"request {index}: {params[index]}"
+        assert server.num_begun > 8
+        assert server.core.stats.spec_decode_num_accepted_tokens > 100
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

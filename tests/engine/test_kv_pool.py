@@ -72,6 +72,13 @@ def test_gpu_pool_leaves_room_for_what_is_used_and_for_a_step(monkeypatch: pytes
     assert reserve == 2 * 4096 * 768 * 11 * 2 + logits + penalties + processors + (256 << 20)
     quantized = replace(GPT2_124M, quantization=Float8Quantization("rows", "weight_scale"))
     assert gpu_reserve_bytes(EngineConfig(model="m", **options), quantized) == reserve + (64 << 20)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    of_head = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    looked_up, asked = (
+        gpu_reserve_bytes(EngineConfig(model="m", speculative_config=each, **options), GPT2_124M)
+        for each in (drafts, of_head)
+    )
+    assert asked - looked_up == (2 * 4096 * 16 + 10_001) * 768 * 2
     expected = (int(total * 0.5) - (total - free) - reserve) // block_bytes(GPT2_124M, 16)
     assert choose(GPT2_124M, "cuda", gpu_memory_utilization=0.5, **options) == expected
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: a pool of 0 blocks"):
