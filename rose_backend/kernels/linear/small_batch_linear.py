@@ -56,6 +56,7 @@ from rose_backend.kernels.gpu_properties import (
 from rose_backend.kernels.linear.float8 import from_float8, split_rows
 from rose_backend.kernels.linear.int4 import from_int4, of_codes
 from rose_backend.kernels.tuning.choices import (
+    INT4_PREFETCH,
     INT4_ZEROS,
     LINEAR_PREFETCH,
     MAX_SPLIT_FLOATS,
@@ -306,7 +307,8 @@ def _ask_ahead(
 ):
     """Ask for the first ``PREFETCH`` lines of 128 bytes of some rows of the weight.
 
-    Of an int4 weight with groups also for their scales and zeros: a line for each half of the columns.
+    Of an int4 weight with groups, and with enough rows of x, also for their scales and zeros: a line for each half of
+    the columns.
     """
     LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     first = begin // 4 if FORMAT.STEP > 0 else begin
@@ -321,7 +323,7 @@ def _ask_ahead(
         is_pure=False,
         pack=1,
     )
-    if FORMAT.STEP > 0 and FORMAT.GROUP > 0:
+    if FORMAT.STEP > 0 and FORMAT.GROUP > 0 and TILES.BLOCK_M >= _MIN_ASKING_ROWS:
         firsts = _stored_rows(tile * TILES.BLOCK_N + tl.arange(0, 2), num_rows, FORMAT)
         _ask_for_lines(scales[0], firsts, num_rows, begin, FORMAT, TILES)
         if scales[3] is not None:
@@ -533,6 +535,7 @@ def _multiply_split(
     return tl.trans(tl.where(in_columns[:, None], acc, 0.0))
 
 
+_MIN_ASKING_ROWS = tl.constexpr(INT4_PREFETCH["min_asking_rows"])
 _MAX_SUMMED_ROWS = tl.constexpr(INT4_ZEROS["max_summed_rows"])
 
 

@@ -50,6 +50,7 @@ class LinearConfig:
 
 LINEAR_PREFETCH = constants("linear prefetch")
 INT4_ZEROS = constants("int4 zeros")
+INT4_PREFETCH = constants("int4 prefetch")
 _MIN_PROGRAMS = 96
 """That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
 132."""
@@ -104,8 +105,8 @@ def choose_int4_config(
         exact: float32 inputs.
         has_wgmma: tensor cores are asynchronous, and read a factor from shared memory.
     """
-    facts = {"rows": num_rows, "columns": num_columns, "depth": depth, "exact": exact, "wgmma": has_wgmma}
-    config = _INT4_LINEAR.choose(facts)
+    facts = {"rows": num_rows, "columns": num_columns, "depth": depth, "step": step, "exact": exact}
+    config = _INT4_LINEAR.choose(facts | {"wgmma": has_wgmma})
     return replace(config, block_k=4 * step)
 
 
@@ -179,7 +180,7 @@ _FLOAT8_LINEAR = Table(
 _INT4_LINEAR = Table(
     "int4 linear",
     LinearConfig,
-    ("rows", "columns", "depth", "exact", "wgmma"),
+    ("rows", "columns", "depth", "step", "exact", "wgmma"),
     rules={"fill": partial(_fill, _MIN_QUANTIZED_PROGRAMS)},
     results={},
 )
