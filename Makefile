@@ -9,7 +9,7 @@ PYTEST_WORKERS ?= auto
 
 VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help set-up serve test lint format bench report docs clean
+.PHONY: help set-up serve test lint format bench report docs wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ docs: set-up ## build the documentation into site/, its tables of options and tu
 	$(VENV_PYTHON) scripts/document_options.py
 	$(VENV_PYTHON) scripts/document_tuning.py
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+
+wheel: set-up ## build the wheel of the last commit into dist/, the same bytes wherever it is built
+	$(VENV_PYTHON) scripts/make_wheel.py
 
 clean: ## remove .venv and every cache
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info

@@ -51,6 +51,7 @@ from rose_backend.kernels.tuning.choices import (
     decode_tuning,
 )
 from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.linear import SparseMlp
 from rose_backend.models.base import load_model
 
 MAX_SHARED_BYTES = 220_000
@@ -130,29 +131,30 @@ class Step:
         """Return a context in which a library multiplies."""
         return mock.patch.object(self.model, "_decoder", replace(self.model._decoder, max_packed_rows=0))
 
-    @property
-    def weight(self) -> Weight:
-        """One of the matrices, all of which are stored alike."""
-        weight: Weight = self.model.weights.layers[0].qkv.weight
-        return weight
+    @functools.cached_property
+    def weights(self) -> dict[tuple[int, int], Weight]:
+        """The matrices of the first layer, by columns and depth; of experts the router alone."""
+        layer = self.model.weights.layers[0]
+        mlp = layer.mlp
+        of_mlp = (mlp.router,) if isinstance(mlp, SparseMlp) else (mlp.gate_up, mlp.down)
+        packed = (linear.packed.weight for linear in (layer.qkv, layer.attn_out, *of_mlp))
+        return {(weight.shape[0], weight.shape[1]): weight for weight in packed}
 
-    @property
-    def splits(self) -> bool:
-        """Whether activations are sums of two float8 numbers."""
-        config = self.model.config
-        x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self.ids.device)
-        return isinstance(self.weight, Float8Weight) and linear_gpu.can_split(x)
+    def splits(self, columns: int, depth: int) -> bool:
+        """Whether activations of a product are sums of two float8 numbers."""
+        x = torch.empty(0, depth, dtype=self.model.config.dtype, device=self.ids.device)
+        return isinstance(self.weights[columns, depth], Float8Weight) and linear_gpu.can_split(x)
 
     def config_in_use(self, columns: int, depth: int) -> LinearConfig:
         """Return the cut of a product."""
-        weight, rows = self.weight, len(self.ids)
+        weight, rows = self.weights[columns, depth], len(self.ids)
         if isinstance(weight, Int4Weight):
             has_wgmma = gpu_properties(self.ids.device).has_large_tma_tiles
             return choose_int4_config(
                 rows, columns, depth, step=weight.step, exact=False, has_wgmma=has_wgmma
             )
         if isinstance(weight, Float8Weight):
-            return choose_float8_config(rows, columns, depth, split=self.splits)
+            return choose_float8_config(rows, columns, depth, split=self.splits(columns, depth))
         has_tensor_memory = gpu_properties(self.ids.device).has_tensor_memory
         return choose_linear_config(
             rows, columns, depth, exact=False, can_use_tma=True, has_tensor_memory=has_tensor_memory
@@ -160,21 +162,18 @@ class Step:
 
     def candidates(self, columns: int, depth: int) -> list[LinearConfig]:
         """Return cuts of a product worth timing."""
-        weight, rows = self.weight, len(self.ids)
+        weight, rows = self.weights[columns, depth], len(self.ids)
         if isinstance(weight, Int4Weight):
             return int4_candidates(rows, columns, depth, step=weight.step)
         if isinstance(weight, Float8Weight):
-            return float8_candidates(rows, columns, depth, split=self.splits)
+            return float8_candidates(rows, columns, depth, split=self.splits(columns, depth))
         return product_candidates(rows, columns, depth)
 
     def cuts_in_use(self) -> Cuts:
         """Return the cut of each kernel."""
         config, rows = self.model.config, len(self.ids)
         layer = self.model.weights.layers[0]
-        products = {}
-        for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
-            columns, depth = linear.packed.weight.shape
-            products[columns, depth] = self.config_in_use(columns, depth)
+        products = {sizes: self.config_in_use(*sizes) for sizes in self.weights}
         attention = decode_tuning(
             config.head_size,
             config.dtype,
@@ -512,9 +511,10 @@ def row_of(step: Step, found: Search, part: str) -> str:
     if part != ATTENTION:
         columns, depth = _sizes(part)
         shape: dict[str, object] = {"rows": rows, "columns": columns, "depth": depth}
-        if isinstance(step.weight, Float8Weight):
-            shape["split"] = step.splits
-        elif not isinstance(step.weight, Int4Weight):
+        weight = step.weights[columns, depth]
+        if isinstance(weight, Float8Weight):
+            shape["split"] = step.splits(columns, depth)
+        elif not isinstance(weight, Int4Weight):
             shape["tma"] = True
         return as_line(shape, found.best.products[columns, depth], gpu, found.fastest_us)
     heads = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rose_backend.engine.sampling_params import SamplingParams
     from rose_backend.engine.structured_outputs import StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -4,8 +4,9 @@ Both engines use it.
 
 A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
 much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
-engine runs. Without drafts, what n-grams would have drafted is looked up for one request at a time, on the CPU, and
-compared with what the model writes.
+engine runs. Without drafts, n-grams that would have been drafted are looked up for one request at a time, on the CPU,
+and compared with what the model writes. What a head would draft is known from trials alone: a few steps with drafts now
+and then.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ def check(device: str) -> list[str]:
     import transformers
     import vllm
     from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     import rose_backend
 
@@ -48,6 +50,11 @@ def check(device: str) -> list[str]:
         )
     elif current_platform.device_type != device:
         problems.append(f"vLLM takes this machine for {current_platform.device_type!r}, expected {device!r}")
+    load_general_plugins()
+    if "ROSE" not in AttentionBackendEnum.__members__:
+        problems.append(
+            "vLLM has no --attention-backend rose: the lines above say why rose_backend stays off"
+        )
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, vllm {vllm.__version__}, "
         f"rose_backend {rose_backend.__version__}: imported together, a forward pass works"

@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -285,6 +286,10 @@ def check_command(words: list[str]) -> None:
         check_curl(rest)
     elif program == "pytest":
         check_pytest(rest)
+    elif program.startswith("scripts/"):
+        assert os.access(ROOT / program, os.X_OK), f"{program}: no script that can be run"
+        source = (ROOT / program).read_text()
+        assert [word for word in rest if word.startswith("--") and f"{word} " not in source] == []
     elif program in ("python", "python3") and rest[:1] == ["-m"]:
         check_module(rest[1:])
     else:

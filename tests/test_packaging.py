@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import os
 import re
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import rose_backend
+from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,37 +122,83 @@ build_meta.build_wheel(folder)
 """
 
 
-def test_distributions_hold_the_package_whole_and_no_tests(tmp_path: Path) -> None:
-    package = {path for path in repository_files() if path.is_relative_to(ROOT / "rose_backend")}
-    files = {
-        ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
-    }
-    for path in {*package, *files, Path(__file__), ROOT / "tests" / "conftest.py"}:
-        copy = tmp_path / "tree" / path.relative_to(ROOT)
+def package_files() -> set[Path]:
+    """Return the files of the package that git knows."""
+    return {path for path in repository_files() if path.is_relative_to(ROOT / "rose_backend")}
+
+
+def files_beside_the_package() -> set[Path]:
+    """Return what a distribution is built from or carries beside the package."""
+    names = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+    return {ROOT / name for name in names}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a source distribution and a wheel of these files."""
+    folder = tmp_path_factory.mktemp("distributions")
+    for path in {*package_files(), *files_beside_the_package(), *(ROOT / "tests").glob("*.py")}:
+        copy = folder / "tree" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
-    command = [sys.executable, "-c", BUILD, str(tmp_path)]
-    subprocess.run(command, cwd=tmp_path / "tree", stdout=subprocess.DEVNULL, timeout=300, check=True)
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    subprocess.run(command, cwd=folder / "tree", stdout=subprocess.DEVNULL, timeout=300, check=True)
+    return folder
 
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+
+def test_distributions_hold_the_package_whole_and_no_tests(distributions: Path) -> None:
+    package = package_files()
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as sdist:
         found = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {str(path.relative_to(ROOT)) for path in package | files} <= found
+    assert {str(path.relative_to(ROOT)) for path in package | files_beside_the_package()} <= found
     assert [name for name in found if name.split("/")[0] == "tests"] == []
 
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         folders = {name.split("/")[0] for name in wheel.namelist()}
         assert {str(path.relative_to(ROOT)) for path in package} <= set(wheel.namelist())
     assert folders == {"rose_backend", f"rose_backend-{rose_backend.__version__}.dist-info"}
+
+
+def test_metadata_says_which_python_torch_and_vllm(distributions: Path) -> None:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        name = f"rose_backend-{rose_backend.__version__}.dist-info/METADATA"
+        metadata = email.message_from_bytes(wheel.read(name))
+    needed = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    (vllm,) = [item for item in needed if item.name == "vllm"]
+    assert vllm.marker is not None and str(vllm.marker) == 'extra == "vllm"', "vLLM itself is not required"
+    assert vllm.specifier == SpecifierSet(SUPPORTED_VERSIONS)
+    (torch,) = [item for item in needed if item.name == "torch" and item.marker is None]
+    oldest = re.fullmatch(r">=3\.(\d+)", metadata["Requires-Python"])
+    classified = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier")), re.MULTILINE)
+    assert oldest is not None and min(map(int, classified)) == int(oldest[1])
+
+    # The description, which tools show, is the README: its table names releases, the ranges above have their ends.
+    stated = dict(
+        re.findall(r"^\| (Python|vLLM|PyTorch) \| ([^|]+) \|$", str(metadata.get_payload()), re.MULTILINE)
+    )
+    releases = {name: re.findall(r"\d+\.\d+", text) for name, text in stated.items()}
+    assert releases["Python"][0] == f"3.{oldest[1]}"
+    assert releases["vLLM"] == [f"0.{n}" for n in range(100) if vllm.specifier.contains(f"0.{n}.0")]
+    allowed = [f"2.{n}" for n in range(100) if torch.specifier.contains(f"2.{n}.0")]
+    assert (releases["PyTorch"][0], releases["PyTorch"][-1]) == (allowed[0], allowed[-1])
 
 
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rose_backend.__version__"}
-    newest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None
-    versions = {importlib.metadata.version("rose-backend"), rose_backend.__version__, newest.group(1)}
-    assert versions == {rose_backend.__version__}
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    newest = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", sections[1])
+    assert newest is not None, "the newest release is a version and its date"
+    command = [sys.executable, "-m", "rose_backend.cli", "--version"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    versions = {
+        "CHANGELOG.md": newest.group(1),
+        "installed metadata": importlib.metadata.version("rose-backend"),
+        "rose --version": told.stdout.strip().removeprefix("rose "),
+    }
+    assert versions == dict.fromkeys(versions, rose_backend.__version__)
 
 
 def test_vllm_finds_the_metadata_that_names_its_platform() -> None:
@@ -238,7 +287,7 @@ def test_installation_names_no_server() -> None:
         ROOT / ".ci" / "run",
         *(ROOT / "requirements").iterdir(),
     ]
-    files += (ROOT / "scripts").glob("set_up*.py")
+    files += [*(ROOT / "scripts").glob("set_up*.py"), ROOT / "scripts" / "install.sh", ROOT / "Dockerfile"]
     offenders = [
         path.name for path in files if re.search(r"://|--(extra-)?index-url|find-links", path.read_text())
     ]

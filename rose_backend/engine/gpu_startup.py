@@ -295,7 +295,8 @@ def warm_cache(
         else [config.max_num_batched_tokens]
     )
     configs = [replace(config, max_num_batched_tokens=budget) for budget in budgets]
-    compilation = compile_starts(resolve_model_path(config.model), configs, gpu, again=True)
+    directory = resolve_model_path(config.model, needs_weights=False)
+    compilation = compile_starts(directory, configs, gpu, again=True)
     failure = compilation.wait()
     return compilation.kernels, failure
 

@@ -56,8 +56,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT_S = 5.0
 
 
-def resolve_model_path(model: str | Path) -> Path:
+def resolve_model_path(model: str | Path, *, needs_weights: bool = True) -> Path:
     """Return the local directory of a checkpoint, downloading it when ``model`` is a Hugging Face id not in the cache.
+
+    Args:
+        needs_weights: False downloads config.json alone.
 
     Raises:
         ModelError: neither a directory with a config.json nor an id that is cached or can be reached.
@@ -72,21 +75,23 @@ def resolve_model_path(model: str | Path) -> Path:
     name = str(model)
     if not _HUB_ID.fullmatch(name) or len(name) > 96 or ".." in name or "--" in name:
         raise ModelError(f"model: {name!r} is not a directory, nor can it be a Hugging Face id")
-    return _resolve_hub_id(name)
+    return _resolve_hub_id(name, needs_weights)
 
 
-def _resolve_hub_id(name: str) -> Path:
+def _resolve_hub_id(name: str, needs_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    patterns = _HUB_PATTERNS if needs_weights else {"allow_patterns": [CONFIG_FILE]}
     # The cache first: a cached model must load without a network.
     try:
-        cached = Path(snapshot_download(name, local_files_only=True, **_HUB_PATTERNS))
-        if (cached / CONFIG_FILE).is_file() and any(cached.glob("*.safetensors")):
+        cached = Path(snapshot_download(name, local_files_only=True, **patterns))
+        has_weights = not needs_weights or any(cached.glob("*.safetensors"))
+        if (cached / CONFIG_FILE).is_file() and has_weights:
             return cached
     except (OSError, ValueError):
         pass
     try:
-        return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT_S, **_HUB_PATTERNS))
+        return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT_S, **patterns))
     except Exception as error:  # the hub client raises its own, its HTTP library's and the system's errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
@@ -229,7 +234,7 @@ class Checkpoint:
         *,
         may_lack_weights: bool,
     ) -> None:
-        self.directory = resolve_model_path(path)
+        self.directory = resolve_model_path(path, needs_weights=not may_lack_weights)
         self.config = read_json(self.directory / CONFIG_FILE)
         if self.config.get("quantization_config") is None and (self.directory / MODELOPT_FILE).is_file():
             fields = read_json(self.directory / MODELOPT_FILE).get("quantization")

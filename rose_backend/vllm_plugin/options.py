@@ -242,7 +242,6 @@ def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:
         return None
     reasons = {
         "batched_scheduling off": not rose_options(vllm_config).batched_scheduling,
-        "drafts of an EAGLE head": speculative.method in EAGLE_METHODS,
         # Ranks would choose apart.
         "drafts with data parallelism": vllm_config.parallel_config.data_parallel_size > 1,
         "enable_adaptive_verification": speculative.enable_adaptive_verification,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm.config import KVTransferConfig, VllmConfig
 
 from rose_backend.config import PluginConfig
@@ -13,6 +15,8 @@ SPECULATIVE_METHODS = (
     *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
     *("draft_model", "eagle", "eagle3", "mtp"),
 )
+
+_SNAPSHOT_SERVER = "vllm.snapshot.server"  # what vllm snapshot create starts, and its restore finds again
 
 KV_CONNECTORS = ("ExampleConnector", *options.CONNECTORS_OUTSIDE_OF_LAYERS)
 """Those that neither touch the block pool nor need what was not tried."""
@@ -68,7 +72,14 @@ def _unsupported_by_attention(c: VllmConfig) -> dict[str, bool]:
         f"this K/V cache type (--kv-cache-dtype other than {', '.join(options.CACHE_DTYPES)})": (
             c.cache_config.cache_dtype not in options.CACHE_DTYPES
         ),
+        # Its process is frozen with its CUDA graphs, and goes on in another one's place: not tried with Rose's.
+        "snapshots of a server (vllm snapshot create)": _is_snapshot_server(),
     }
+
+
+def _is_snapshot_server() -> bool:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return module is not None and module.name == _SNAPSHOT_SERVER
 
 
 def _unsupported_beside_states(c: VllmConfig) -> dict[str, bool]:

@@ -14,9 +14,9 @@ from rose_backend.vllm_plugin.plugin_logger import logger
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-SUPPORTED_VERSIONS = ">=0.32,<0.34"
 _FIRST_SUPPORTED = (0, 32)
 _FIRST_UNSUPPORTED = (0, 34)
+SUPPORTED_VERSIONS = ">={}.{},<{}.{}".format(*_FIRST_SUPPORTED, *_FIRST_UNSUPPORTED)
 
 BACKEND_NAME = "ROSE"
 BACKEND_CLASS_PATH = "rose_backend.vllm_plugin.attention.backend.RoseAttentionBackend"

@@ -167,7 +167,7 @@ def n_grams(num_tokens: int, model: Path | None = None) -> dict[str, Any]:
         "speculative_config": {**NGRAM, "num_speculative_tokens": num_tokens},
         "disable_log_stats": False,
         # In each step, right or wrong.
-        "additional_config": {"rose": {"adaptive_drafts": False}},
+        **rose(adaptive_drafts=False),
     }
 
 
@@ -181,6 +181,7 @@ def eagle3(num_tokens: int, model: Path, **fields: Any) -> dict[str, Any]:
     return {
         "speculative_config": write_eagle3_drafter(model, num_tokens, **fields),
         "disable_log_stats": False,
+        **rose(adaptive_drafts=False),
     }
 
 
@@ -478,7 +479,7 @@ def test_heads_read_what_vllms_layers_give_them(
             return drafts
 
         monkeypatch.setattr(RunnerV1, "propose_draft_token_ids", propose)
-        with make_engine(**options, additional_config={"rose": switches}) as llm:
+        with make_engine(**options | rose(**switches)) as llm:
             texts, model = texts_of(prompts, complete(llm, prompts)), runner_of(llm).model
             layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
             appends = {name: layer.impl.appends_in_attention for name, layer in layers.items()}
@@ -642,17 +643,17 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
     # Not 0: on a GPU vLLM's norms write over the embeddings that it gives to a head, unless they are compiled.
     options |= eagle3(3, path, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     # Replayed steps do not call what is recorded.
-    of_both = {"step_graph": False}
+    of_both = {"step_graph": False, "adaptive_drafts": False}
     vllms = {"fused_mlp": False, "fused_add_layernorm": False, "fused_kv_append": False, **of_both}
     with pytest.MonkeyPatch.context() as patch:
         # Each of the head's steps is described by the host.
         patch.setattr(RoseAttentionMetadataBuilder, "supports_draft_decode_metadata_update", False)
-        with make_engine(**options, additional_config={"rose": vllms}) as llm:
+        with make_engine(**options | rose(**vllms)) as llm:
             assert not isinstance(runner_of(llm).model, decoder.RoseDecoder)
             # Not while the next engine warms up, of whose requests nobody knows anything.
             expected, wanted_drafts = record_heads(patch, llm, texts)
             complete(llm, prompts)
-    with make_engine(**options, enforce_eager=is_eager, additional_config={"rose": of_both}) as llm:
+    with make_engine(**options | rose(**of_both), enforce_eager=is_eager) as llm:
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
         assert runner_of(llm).speculator.supports_decode_metadata_update
         got, drafts = record_heads(monkeypatch, llm, texts)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from rose_backend.draft_depth import DraftDepth
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.eagle_checkpoints import write_eagle3_drafter
@@ -211,15 +212,24 @@ def move_head(worker: Any) -> None:
 
 
 def test_graphs_of_heads_hold_nothing_else_and_are_captured_again(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With drafts in all steps, and then in those of seeded requests only."""
     path = write_random_qwen3(tmp_path)
     drafter = write_eagle3_drafter(path, 3, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     # Whatever they are, most drafts are accepted.
     drafter |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
     options = {**OPTIONS, "runner": "V2", "speculative_config": drafter, "dtype": "float16"}
     with make_engine(model=str(path), **options) as llm:
-        ask, said_beside = asks(llm), partial(said, llm, KINDS_BESIDE_DRAFTS)
+        ask = asks(llm)
+
+        def said_beside() -> list[Any]:
+            answers: list[Any] = []
+            for num_drafts in (3, 0):
+                monkeypatch.setattr(DraftDepth, "choose", lambda *_, chosen=num_drafts: chosen)
+                answers += said(llm, KINDS_BESIDE_DRAFTS)
+            return answers
+
         answers = said_beside()
         ask(capture_kept)
         before = ask(count_replayed)

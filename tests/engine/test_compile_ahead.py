@@ -344,6 +344,17 @@ def test_warmup_notes_starts_online_and_offline(
         assert compile_starts(qwen3_path, [config], H100).is_over
 
 
+def test_warmup_of_a_hugging_face_id_downloads_no_weights(
+    qwen3_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(name: str, *, allow_patterns: list[str], **options: Any) -> str:
+        assert (name, allow_patterns) == ("someone/tiny", ["config.json"])
+        return str(qwen3_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert main(["warmup", "someone/tiny", "--compute-capability", "9.0", "--max-num-seqs", "2"]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -556,5 +556,29 @@ def test_hub_id_is_found_in_the_cache(gpt2: Path, tmp_path: Path, monkeypatch: p
     assert load_model("someone/tiny").config.hidden_size == 32
 
 
+def test_a_caller_without_need_of_weights_downloads_the_configuration_alone(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, *, local_files_only: bool = False, **options: Any) -> str:
+        asked.append((local_files_only, options.get("allow_patterns")))
+        if local_files_only and not (tmp_path / "cached").exists():
+            raise FileNotFoundError(name)
+        return str(gpt2)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model_path("someone/tiny", needs_weights=False) == gpt2
+    assert asked == [(True, ["config.json"]), (False, ["config.json"])]
+    # What is cached without weights is enough for it, and for nobody else.
+    (tmp_path / "cached").touch()
+    for weights in gpt2.glob("*.safetensors"):
+        weights.unlink()
+    assert resolve_model_path("someone/tiny", needs_weights=False) == gpt2
+    assert [is_cached for is_cached, _ in asked[2:]] == [True]
+    resolve_model_path("someone/tiny")
+    assert [is_cached for is_cached, _ in asked[3:]] == [True, False] and "*.safetensors" in asked[4][1]
+
+
 def _go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import set_up
+import set_up_check
+from vllm.platforms import current_platform
 
 import set_up_python
 from set_up_python import Python, SetUpError
@@ -216,3 +219,12 @@ def test_main_reports_a_failure(fake: FakeSetUp, capsys: pytest.CaptureFixture[s
     fake.failing = "project"
     assert set_up.main() == 1
     assert "SET-UP FAILED\nproject failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_check_asks_vllm_for_roses_backend(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    if not is_known:
+        name = "vllm.v1.attention.backends.registry.AttentionBackendEnum"
+        monkeypatch.setattr(name, SimpleNamespace(__members__={}))
+    problems = [line for line in set_up_check.check(current_platform.device_type) if "rose_backend" in line]
+    assert len(problems) == (0 if is_known else 1)

@@ -19,12 +19,15 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import set_current_vllm_config
 
 from rose_backend.vllm_plugin.step_graph.addresses import Range, addresses_of
+from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps
 from rose_backend.vllm_plugin.step_graph.runner_hooks import managers_of
 
 MAX_NAME = 100
 UNSET_BEYOND = 64
 """Larger parameters of torch's own kernels have words that are never written, as strides past a tensor's dimensions.
 Addresses in these count only where memory is in use."""
+UNSET_IN = "CatArrayBatchedCopy"
+"""A kernel of torch's whose sizes and strides have such words in a smaller parameter."""
 WORKSPACE_BYTES = (32 << 20, (2 * 4096 + 8 * 16) << 10)
 """Of cuBLAS, as torch allocates them on Hopper and on other GPUs."""
 MAX_GAP = 1 << 40
@@ -65,10 +68,18 @@ def graphs_of(runner: Any) -> dict[str, torch.cuda.CUDAGraph]:
     """Return all graphs that are replayed in whole steps, vLLM's of the layers, of a head's, and Rose's around them."""
     layers, *of_head = managers_of(runner)
     steps = layers.rose_step_graphs
-    found = {f"layers, {desc.num_tokens} tokens": graph for desc, graph in layers.graphs.items()}
-    around = [("begin", steps._begins), ("end", steps._ends)]
+    names = [f"layers, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in layers.graphs]
+    found = dict(zip(names, layers.graphs.values(), strict=True))
+    around = []
+    if isinstance(steps, AdaptiveSteps):
+        without, steps = steps._without, steps._with
+        around = [("begin without drafts", without._begins), ("end without drafts", without._ends)]
+    around += [("begin", steps._begins), ("end", steps._ends)]
     for index, manager in enumerate(of_head):
-        found |= {f"head {index}, {desc.num_tokens} tokens": graph for desc, graph in manager.graphs.items()}
+        names = [
+            f"head {index}, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in manager.graphs
+        ]
+        found |= dict(zip(names, manager.graphs.values(), strict=True))
     if of_head:
         around += [("later passes", steps._begins_of_later_passes), ("passes", steps._ends_of_passes)]
     for kind, captured in around:
@@ -202,7 +213,7 @@ def _words_of_kernel(node: Any, where: str) -> Iterator[Held]:
         error, offset, size = driver.cuFuncGetParamInfo(function, index)
         if error != driver.CUresult.CUDA_SUCCESS:
             return
-        is_certain = not ("at6native" in name and size > UNSET_BEYOND)
+        is_certain = not ("at6native" in name and size > (8 if UNSET_IN in name else UNSET_BEYOND))
         value = ctypes.string_at(ctypes.c_void_p.from_address(pointers + 8 * index).value, size)
         for start in range(-offset % 8, size - 7, 8):
             (word,) = struct.unpack_from("<Q", value, start)

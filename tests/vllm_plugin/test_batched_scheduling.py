@@ -478,10 +478,14 @@ class ChosenDrafts:
     ("name", "depth"),
     [(name, depth) for name, (_, depths) in DRAFTED.items() for depth in depths if "," not in depth],
 )
-def test_drafts_come_and_go_as_in_vllm(make_config: MakeConfig, name: str, depth: str) -> None:
+def test_drafts_come_and_go_as_in_vllm(
+    make_config: MakeConfig, draft: Drafting, name: str, depth: str
+) -> None:
     options = {"max_num_batched_tokens": 100, **DRAFTED[name][0]}
     num_drafts = {"one draft": 1, "15 drafts": 15}.get(name, NUM_DRAFTS)
-    pair = make_pair(make_config, depth, **drafting(num_drafts, SHARES_RIGHT.get(name, 0.7)), **options)
+    drafter = draft(num_drafts, SHARES_RIGHT.get(name, 0.7))
+    skip_if_refused(name, drafter)
+    pair = make_pair(make_config, depth, **drafter, **options)
     chosen = ChosenDrafts(num_drafts)
     batched, stock = (side.scheduler for side in pair.sides)
     batched._draft_depth = chosen
@@ -505,9 +509,9 @@ def test_drafts_come_and_go_as_in_vllm(make_config: MakeConfig, name: str, depth
     assert chosen.accepted and chosen.timed == {0, num_drafts}
 
 
-def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig) -> None:
+def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft: Drafting) -> None:
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
-    simulation = make_simulation(make_config, depth=2, **drafting(), **options)
+    simulation = make_simulation(make_config, depth=2, **draft(), **options)
     scheduler = simulation.scheduler
     chosen = ChosenDrafts(NUM_DRAFTS)
     scheduler._draft_depth, chosen.chosen = chosen, 0
@@ -539,14 +543,19 @@ def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig) -> None
 @pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize(("share_right", "expected"), [(1.0, NUM_DRAFTS), (0.0, 0)])
 def test_drafts_are_made_where_they_pay(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, share_right: float, expected: int, is_fast: bool
+    make_config: MakeConfig,
+    draft: Drafting,
+    monkeypatch: pytest.MonkeyPatch,
+    share_right: float,
+    expected: int,
+    is_fast: bool,
 ) -> None:
     """With a clock by which verifying takes twice as long.
 
     Also where vLLM's code processes the tokens of each request, and more requests wait than there is room for.
     """
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
-    simulation = make_simulation(make_config, depth=2, **drafting(share_right=share_right), **options)
+    simulation = make_simulation(make_config, depth=2, **draft(share_right=share_right), **options)
     scheduler, now = simulation.scheduler, 0.0
     monkeypatch.setattr("rose_backend.vllm_plugin.scheduler.scheduler.time.perf_counter", lambda: now)
     update, depths = scheduler.update_from_output, list[int]()
@@ -568,6 +577,39 @@ def test_drafts_are_made_where_they_pay(
     # Without a trial of the other it would not be known.
     assert set(depths) == {0, NUM_DRAFTS}
     assert depths.count(expected) > 0.6 * len(depths)
+
+
+def test_drafts_that_nobody_can_look_up_are_tried_now_and_then(
+    make_config: MakeConfig, model_with_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that is never right, and from some token on always; verifying takes twice as long."""
+    options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY, "num_blocks": 500}
+    simulation = make_simulation(
+        make_config, depth=2, **drafting(share_right=0.0, model=model_with_head), **options
+    )
+    scheduler, now, depths = simulation.scheduler, 0.0, list[int]()
+    # Nobody looks n-grams up in their place.
+    assert scheduler._shadow_drafts is None
+    monkeypatch.setattr("rose_backend.vllm_plugin.scheduler.scheduler.time.perf_counter", lambda: now)
+    update = scheduler.update_from_output
+
+    def update_later(output: Any, *args: Any) -> Any:
+        nonlocal now
+        now += 2.0 if output.scheduled_spec_decode_tokens else 1.0
+        return update(output, *args)
+
+    scheduler.update_from_output = update_later
+    for step in range(4000):
+        if len(scheduler.requests) < 3:
+            scheduler.add_request(make_request(f"r{step}", [step % 90] * 20, 120))
+        if step == 2000:
+            simulation.worker._share_right = 1.0
+        simulation.step()
+        depths.append(scheduler._num_drafts)
+    wrong, right = depths[200:2000], depths[-800:]
+    # What trials lose is what a step with drafts takes longer.
+    assert 0 < wrong.count(NUM_DRAFTS) < 0.03 * len(wrong)
+    assert right.count(NUM_DRAFTS) > 0.9 * len(right)
 
 
 def test_heads_make_no_drafts_that_no_request_of_a_step_uses(

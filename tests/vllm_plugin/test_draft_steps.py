@@ -27,6 +27,7 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_OTHER_STEPS,
     why_drafts_are_not_replayed,
 )
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from tests.support.patience import HANG_S
 from tests.support.vllm_plugin.draft_runner import DraftRequests, DraftRunner, rejection_sample
 from tests.support.vllm_plugin.steady_runner import GROUPS, MAX_LEN, MAX_REQS, VOCAB_SIZE
@@ -112,7 +113,7 @@ def test_requests_come_and_go(
 def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num_drafts: int) -> None:
     """With a scheduler that is a step ahead. Steps between those with drafts and those without are vLLM's."""
     runner, choose = DraftRunner(num_drafts, groups), random.Random(5)
-    steps, requests = AdaptiveSteps(runner), DraftRequests(runner, 0.7, 5)
+    steps, requests = AdaptiveSteps(StepGraphs(runner), DraftSteps(runner)), DraftRequests(runner, 0.7, 5)
     kinds, drafts = [], num_drafts
     ahead: tuple[list[str], Any, Any, int] | None = None
 
@@ -156,7 +157,7 @@ def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num
 
 def test_tokens_of_one_kind_are_asked_for_before_a_step_of_the_other() -> None:
     runner = DraftRunner(3)
-    steps, requests = AdaptiveSteps(runner), DraftRequests(runner, 0.7, 1)
+    steps, requests = AdaptiveSteps(StepGraphs(runner), DraftSteps(runner)), DraftRequests(runner, 0.7, 1)
     requests.add(3)
     assert steps.launch(requests.step())
     with pytest.raises(IntegrityError, match="never asked for its tokens"):

@@ -15,7 +15,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps
 from tests.support.patience import HANG_S
 from tests.support.vllm_plugin.draft_runner import DraftRequests, DraftRunner
 from tests.support.vllm_plugin.steady_runner import MAX_REQS, SIZES, Desc
@@ -37,6 +37,20 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
         {1},
     ),
     "always right": ({"num_drafts": 7, "groups": "one group", "share_right": 1.0}, {8}),
+    "come and go": (
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40},
+        {1, 2, 3, 4},
+    ),
+    "EAGLE's come and go": (
+        {
+            "num_drafts": 1,
+            "groups": "one group, two shapes",
+            "auxiliary": False,
+            "share_turned": 0.25,
+            "num_steps": 40,
+        },
+        {1, 2},
+    ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
 }
 """Options of a lockstep, and how many tokens rows must get."""
@@ -71,9 +85,10 @@ class Passes:
 
     def dispatch(self, num_reqs: int, num_tokens: int, query_len: int, num_active_loras: int) -> Desc:
         self.asked.append((num_reqs, num_tokens, query_len, num_active_loras))
-        size = next(size for size in SIZES if size * self._query_len >= num_tokens)
+        assert query_len in (1, self._query_len)
+        size = next(size for size in SIZES if size * query_len >= num_tokens)
         mode = CUDAGraphMode.FULL if num_reqs <= self._num_captured else CUDAGraphMode.NONE
-        return Desc(size * self._query_len, mode, uniform_token_count=self._query_len)
+        return Desc(size * query_len, mode, uniform_token_count=query_len)
 
     def specialize_spec_tokens(self, desc: Desc, num_drafts: int) -> Desc:
         return desc
@@ -106,6 +121,22 @@ def test_steps_need_graphs_of_all_passes(num_drafts: int, num_first: int, num_la
         count = STEPS.vllm.get(reason, 0)
         assert not steps.launch(requests.step())
         assert STEPS.vllm[reason] == count + 1
+
+
+def test_steps_without_drafts_need_graphs_of_the_first_pass_and_have_no_prompts() -> None:
+    runner = make_runner(3, 5, 0)
+    steps, requests = PlainHeadSteps(runner), DraftRequests(runner, 0.0, 1)
+    assert sorted(steps._desc_of) == [1, 2, 3, 4, 5]
+    assert runner.speculator.prefill_cudagraph_manager.asked[2] == (3, 4, 1, 0)
+    # Of prologues and greedy ends.
+    assert steps._num_graphs() == 2 * len(SIZES)
+    requests.add(4)
+    prompt, last_of_prompt = requests.step(0, 0), requests.step(0, 0)
+    prompt.scheduled_new_reqs = [SimpleNamespace()]  # type: ignore[list-item]
+    last_of_prompt.scheduled_cached_reqs.num_computed_tokens = [2]
+    for output in (prompt, last_of_prompt):
+        count = STEPS.vllm.get("prompts beside drafts", 0)
+        assert not steps.launch(output) and STEPS.vllm["prompts beside drafts"] == count + 1
 
 
 def test_rows_of_padding_belong_to_nobody() -> None:

@@ -820,6 +820,8 @@ def test_heads_propose_as_replayed_steps_do_it() -> None:
         ),
         *("self._copy_request_inputs(", "prepare_prefill_inputs(", "].copy_(hidden_states)"),
         *("self.prefill_cudagraph_manager,", "run_fullgraph(prefill_batch_desc)"),
+        # Without drafts that was all.
+        "if num_speculative_tokens == 0:",
         *("prepare_decode_inputs(", "self.draft_tokens[:num_reqs, 0],"),
         *("self.decode_cudagraph_manager,", "specialize_spec_tokens(", "self._fused_multi_step_decode"),
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from vllm.config import OffloadConfig, VllmConfig
 from vllm.config.offload import PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.snapshot.runtime import LocalSnapshotTools
 
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.models.model_choice import choose_model_class
@@ -167,6 +172,14 @@ REFUSALS = {
         {"attention_backend": None, "attention_config": {"backend": "rose", "use_non_causal": True}},
         hands_back=False,
     ),
+    # What vLLM starts to make a snapshot of is the main module of its process.
+    "snapshots": Refusal(
+        change=lambda config, monkeypatch: monkeypatch.setattr(
+            sys.modules["__main__"], "__spec__", ModuleSpec("vllm.snapshot.server", None)
+        ),
+        words="snapshots of a server",
+        hands_back=False,
+    ),
     "residency metrics": Refusal(
         "EngineArgs.kv_cache_metrics ObservabilityConfig.kv_cache_metrics", {"kv_cache_metrics": True}
     ),
@@ -255,6 +268,11 @@ REFUSALS = {
         )
     },
 }
+
+
+def test_snapshots_are_of_the_process_that_is_refused() -> None:
+    source = inspect.getsource(LocalSnapshotTools.launch_child)
+    assert re.search(r'"-m",\s+"vllm\.snapshot\.server"', source) and find_spec("vllm.snapshot.server")
 
 
 def test_every_refusal_is_shown() -> None:

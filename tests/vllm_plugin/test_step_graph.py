@@ -1247,27 +1247,30 @@ class HookedRunner:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "is_adaptive", "kind"),
+    ("drafter", "is_adaptive", "kinds"),
     [
-        (None, False, "StepGraphs"),
-        (NgramGPUSpeculator, False, "DraftSteps"),
-        (NgramGPUSpeculator, True, "AdaptiveSteps"),
-        (EagleSpeculator, False, "HeadSteps"),
+        (None, False, ["StepGraphs"]),
+        (NgramGPUSpeculator, False, ["DraftSteps"]),
+        (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps"]),
+        (EagleSpeculator, False, ["HeadSteps"]),
+        (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps"]),
     ],
 )
 def test_which_kinds_of_steps_are_captured(
-    monkeypatch: pytest.MonkeyPatch, drafter: type[Any] | None, is_adaptive: bool, kind: str
+    monkeypatch: pytest.MonkeyPatch, drafter: type[Any] | None, is_adaptive: bool, kinds: list[str]
 ) -> None:
-    made: list[tuple[str, Any]] = []
+    made: list[str] = []
+    captured: list[tuple[str, Any]] = []
 
     class Steps:
         def __init__(self, name: str, runner: Any) -> None:
             self.name = name
+            made.append(name)
 
         def capture(self, stream: Any) -> None:
-            made.append((self.name, stream))
+            captured.append((self.name, stream))
 
-    for name in ("StepGraphs", "DraftSteps", "AdaptiveSteps", "HeadSteps"):
+    for name in ("StepGraphs", "DraftSteps", "HeadSteps", "PlainHeadSteps"):
         monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
     monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
     monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
@@ -1278,7 +1281,9 @@ def test_which_kinds_of_steps_are_captured(
         cudagraph_manager=SimpleNamespace(),
     )
     runner_hooks._capture_steps(runner, "stream")  # type: ignore[arg-type]
-    assert made == [(kind, "stream")]
+    assert made == kinds
+    # The largest logits first: those of steps with drafts.
+    assert captured == [(kind, "stream") for kind in reversed(kinds)]
 
 
 @pytest.mark.parametrize("reason", [None, "LoRA"])

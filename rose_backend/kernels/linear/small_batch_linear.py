@@ -294,6 +294,23 @@ def _ask_ahead(
 
 
 @triton.jit
+def _ask_for_groups(tensor_ptr, rows, num_rows, begin, FORMAT: tl.constexpr, TILES: tl.constexpr):
+    """Ask for scales or zeros, [N, O], of the columns of a program's part of the depth."""
+    NUM: tl.constexpr = (TILES.DEPTH + FORMAT.GROUP - 1) // FORMAT.GROUP
+    LINES: tl.constexpr = triton.next_power_of_2(NUM)
+    groups = tl.minimum(begin // FORMAT.GROUP + tl.arange(0, LINES), (TILES.K - 1) // FORMAT.GROUP)
+    known = tl.minimum(rows, num_rows - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [tensor_ptr + groups[:, None] * num_rows + known[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _stored_rows(columns, num_columns, FORMAT: tl.constexpr):
     """Return the rows of the weight that columns of the product have."""
     rows = columns
@@ -738,6 +755,11 @@ def small_batch_linear_kernel(
         )
     elif PREFETCH > 0:
         _ask_ahead(weight_ptr, weight_rows, num_columns, begin, FORMAT, TILES, PREFETCH)
+        if FORMAT.STEP > 0 and FORMAT.GROUP > 0:
+            firsts = _stored_rows(tile * TILES.BLOCK_N + tl.arange(0, 2), num_columns, FORMAT)
+            _ask_for_groups(scales[0], firsts, num_columns, begin, FORMAT, TILES)
+            if scales[3] is not None:
+                _ask_for_groups(scales[3], firsts, num_columns, begin, FORMAT, TILES)
     if BIAS:
         bias = tl.load(bias_ptr + weight_rows, mask=in_columns, other=0.0)
     if FORMAT.SCALE_ROWS == 1:

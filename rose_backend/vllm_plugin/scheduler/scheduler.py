@@ -30,6 +30,7 @@ from rose_backend.draft_depth import DraftDepth, ShadowDrafts
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
+    NGRAM_METHODS,
     adapts_drafts,
     batches_decode_steps,
     has_kv_connector,
@@ -121,8 +122,8 @@ class BatchedScheduling(Scheduler):
         """Choose for each step how many drafts it makes."""
         self._draft_depth = DraftDepth(self.num_spec_tokens)
         speculative = vllm_config.speculative_config
-        if speculative.rejection_sample_method != "synthetic":
-            # Synthetic acceptance has nothing to do with the texts.
+        # Synthetic acceptance has nothing to do with the texts.
+        if speculative.method in NGRAM_METHODS and speculative.rejection_sample_method != "synthetic":
             bounds = speculative.prompt_lookup_min, speculative.prompt_lookup_max
             self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds, tokens_of=_tokens_of_running)
         self._draft_next(self.num_spec_tokens)

@@ -297,15 +297,16 @@ class AdaptiveSteps:
     """Steps with all drafts or with none, one by one, as the scheduler chooses. Steps between the two are vLLM's.
 
     Args:
-        runner: as of ``DraftSteps``.
+        without: steps without drafts.
+        with_all: steps with all of them, made later: they wrap the product with the model's head that the others have
+            wrapped.
 
     Attributes:
         stream: that both kinds were captured on.
     """
 
-    def __init__(self, runner: Any) -> None:
-        # The second one wraps the product with the head that the first one has wrapped.
-        self._without, self._with = StepGraphs(runner), DraftSteps(runner)
+    def __init__(self, without: StepGraphs, with_all: DraftSteps) -> None:
+        self._without, self._with = without, with_all
         self._last: WholeSteps = self._with
 
     @property

@@ -1,9 +1,10 @@
-"""Steps of decodes with the drafts of an EAGLE head: after the end, vLLM's graphs of the head and what connects them.
+"""Steps of decodes with an EAGLE head: after the end, vLLM's graphs of the head and what connects them.
 
 vLLM has a graph of the head's first pass, over all tokens of a step, and one of all later passes, of a token each. The
 end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
 each a place earlier, with the sampled one after those that were accepted. Between the two graphs vLLM's kernel
-prepares the later passes, and after them the drafts go from the head's rows to the requests' slots.
+prepares the later passes, and after them the drafts go from the head's rows to the requests' slots. Steps without
+drafts, where these may be left out, have the first pass alone, which keeps the head's K/V current.
 
 Whatever is written is vLLM's, at the addresses that its own steps use. Its kernels are launched for rows of padding,
 too, which vLLM leaves out: such a row has "rejected" -1 tokens, so that its only token lies after all others, where
@@ -24,6 +25,8 @@ from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.kernels.decode_step.ops import NO_SLOT
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.outputs import ReplayedBatch
+from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
+from rose_backend.vllm_plugin.step_graph.whole_steps import End, WholeSteps
 
 
 class HeadPasses(NamedTuple):
@@ -32,6 +35,53 @@ class HeadPasses(NamedTuple):
     first: Any
     later: Any
     """None if a request has one draft."""
+
+
+def _first_pass_of(head: Any, num_requests: int, desc: Any, query_len: int) -> Any | None:
+    """Return the graph of the first pass that vLLM replays after a step with ``desc``; None if it launches the pass."""
+    first = head.prefill_cudagraph_manager.dispatch(num_requests, desc.num_tokens, query_len, 0)
+    is_replayed = first.cg_mode == CUDAGraphMode.FULL and first.num_tokens == desc.num_tokens
+    return first if is_replayed else None
+
+
+class PlainHeadSteps(StepGraphs):
+    """Steps without drafts, each of whose requests gets one token, which an EAGLE head passes over, too.
+
+    Args:
+        runner: as of ``StepGraphs``.
+    """
+
+    _replays_prompts = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._head = runner.speculator
+        self._first_passes = {
+            num_requests: first
+            for num_requests, desc in self._desc_of.items()
+            if (first := _first_pass_of(self._head, num_requests, desc, 1)) is not None
+        }
+        self._desc_of = {num_requests: self._desc_of[num_requests] for num_requests in self._first_passes}
+        self._num_sampled = torch.ones(self._max_num_rows, dtype=torch.int32, device=runner.device)
+        self._num_rejected = torch.zeros_like(self._num_sampled)
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture what surrounds vLLM's graphs; see ``WholeSteps.capture``."""
+        _begin_a_batch(self)
+        super().capture(stream)
+
+    def _end(self, end: End, _: None) -> torch.Tensor:
+        """Do what ``StepGraphs`` does, and write the inputs of the head's first pass."""
+        logits, size = super()._end(end, None), end[1]
+        slots, num_rejected = self._slots[:size], self._num_rejected[:size]
+        # -1 in rows of padding, else 0.
+        num_rejected.copy_(slots.clamp(max=0))
+        _begin_first_pass(self, size, slots.clamp(min=0), self._num_sampled[:size], num_rejected)
+        return logits
+
+    def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
+        super()._replay_end(batch, end)
+        self._head.prefill_cudagraph_manager.run_fullgraph(self._first_passes[len(batch.request_ids)])
 
 
 class HeadSteps(DraftSteps):
@@ -61,11 +111,9 @@ class HeadSteps(DraftSteps):
     def _passes_of(self, num_requests: int, desc: Any) -> HeadPasses | None:
         """Return the graphs that vLLM replays after a step with ``desc``; None if it launches some pass instead."""
         head = self._head
-        first = head.prefill_cudagraph_manager.dispatch(num_requests, desc.num_tokens, self._query_len, 0)
-        if first.cg_mode != CUDAGraphMode.FULL or first.num_tokens != desc.num_tokens:
-            return None
-        if self._num_drafts == 1:
-            return HeadPasses(first, None)
+        first = _first_pass_of(head, num_requests, desc, self._query_len)
+        if first is None or self._num_drafts == 1:
+            return first and HeadPasses(first, None)
         manager = head.decode_cudagraph_manager
         later = manager.specialize_spec_tokens(
             manager.dispatch(num_requests, num_requests, 1, 0), self._num_drafts
@@ -94,10 +142,7 @@ class HeadSteps(DraftSteps):
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """Capture what surrounds vLLM's graphs; see ``WholeSteps.capture``."""
-        # The token that vLLM's kernel writes for a row of padding comes after those of the batch that is there now.
-        with torch.inference_mode():
-            for size in self._sizes[:1]:
-                self._begin(size, None)
+        _begin_a_batch(self)
         super().capture(stream)
 
     def _num_graphs(self) -> int:
@@ -116,12 +161,8 @@ class HeadSteps(DraftSteps):
 
     def _propose(self, size: int) -> None:
         """Write the inputs of the head's first pass."""
-        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
-
-        head, states, given = self._head, self._runner.req_states, self._row_inputs.tensors
-        num_tokens = size * self._query_len
-        head.hidden_states[:num_tokens].copy_(self._hidden_states_for_head(num_tokens))
-        head.idx_mapping.copy_(given["head_slots"])
+        given = self._row_inputs.tensors
+        self._head.idx_mapping.copy_(given["head_slots"])
         num_sampled, num_rejected = self._num_sampled[:size], self._num_rejected[:size]
         torch.where(
             given["is_row"][:size],
@@ -129,37 +170,9 @@ class HeadSteps(DraftSteps):
             self._rejected_of_padding,
             out=num_rejected,
         )
-        # Of vLLM's ``InputBatch``, what is read of it here.
-        batch: Any = SimpleNamespace(
-            num_reqs=size,
-            input_ids=self._inputs.input_ids,
-            positions=self._inputs.positions,
-            idx_mapping=given["drafted_slots"][:size],
-            query_start_loc=self._inputs.query_start_loc,
-            seq_lens=self._inputs.seq_lens,
+        _begin_first_pass(
+            self, size * self._query_len, given["drafted_slots"][:size], num_sampled, num_rejected
         )
-        prepare_prefill_inputs(
-            head.last_token_indices,
-            head.current_draft_step,
-            head.input_buffers,
-            batch,
-            num_sampled,
-            num_rejected,
-            states.last_sampled_tokens,
-            states.next_prefill_tokens,
-            head.max_num_reqs,
-        )
-
-    def _hidden_states_for_head(self, num_tokens: int) -> torch.Tensor:
-        """Return what the head reads of the layers' outputs, [T, H]: the last one's, or that of some, combined."""
-        from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
-
-        manager = self._manager
-        if manager.aux_hidden_states:
-            side_by_side = torch.cat([each[:num_tokens] for each in manager.aux_hidden_states], dim=-1)
-            combined: torch.Tensor = self._head.model.combine_hidden_states(side_by_side)
-            return combined
-        return get_drafter_hidden_states(self._runner.model, manager.hidden_states[:num_tokens])
 
     def _replay_drafter(self, batch: ReplayedBatch) -> None:
         head, size = self._head, batch.num_rows_of_end
@@ -191,3 +204,67 @@ class HeadSteps(DraftSteps):
         given = self._row_inputs.tensors
         drafts = self._head.draft_tokens[given["drafted_rows"][:size]]
         self._drafts.index_put_((given["drafted_slots"][:size],), drafts)
+
+
+def _begin_a_batch(steps: PlainHeadSteps | HeadSteps) -> None:
+    """Begin a step without requests, before vLLM's kernel of a head's inputs is launched for the first time.
+
+    The token that it writes for a row of padding comes after those of the batch that is there now.
+    """
+    with torch.inference_mode():
+        for size in steps._sizes[:1]:
+            steps._begin(size, None)
+
+
+def _begin_first_pass(
+    steps: WholeSteps,
+    num_tokens: int,
+    slots: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+) -> None:
+    """Write the inputs of a head's first pass over the tokens of a step.
+
+    Args:
+        num_tokens: T, with padding.
+        slots: [R], of each row; of rows of padding those of any.
+        num_sampled: [R] int32, of rows of padding any number but 0.
+        num_rejected: [R] int32, -1 in rows of padding.
+    """
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
+
+    runner, inputs = steps._runner, steps._inputs
+    head = runner.speculator
+    head.hidden_states[:num_tokens].copy_(_hidden_states_for_head(steps, num_tokens))
+    # Of vLLM's ``InputBatch``, what is read of it here.
+    batch: Any = SimpleNamespace(
+        num_reqs=len(slots),
+        input_ids=inputs.input_ids,
+        positions=inputs.positions,
+        idx_mapping=slots,
+        query_start_loc=inputs.query_start_loc,
+        seq_lens=inputs.seq_lens,
+    )
+    prepare_prefill_inputs(
+        head.last_token_indices,
+        head.current_draft_step,
+        head.input_buffers,
+        batch,
+        num_sampled,
+        num_rejected,
+        runner.req_states.last_sampled_tokens,
+        runner.req_states.next_prefill_tokens,
+        head.max_num_reqs,
+    )
+
+
+def _hidden_states_for_head(steps: WholeSteps, num_tokens: int) -> torch.Tensor:
+    """Return what a head reads of the layers' outputs, [T, H]: the last one's, or that of some, combined."""
+    from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
+
+    manager, runner = steps._manager, steps._runner
+    if manager.aux_hidden_states:
+        side_by_side = torch.cat([each[:num_tokens] for each in manager.aux_hidden_states], dim=-1)
+        combined: torch.Tensor = runner.speculator.model.combine_hidden_states(side_by_side)
+        return combined
+    return get_drafter_hidden_states(runner.model, manager.hidden_states[:num_tokens])

@@ -25,7 +25,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
     which_graphs_hold,
 )
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
-from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps
 from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
@@ -71,21 +71,24 @@ _MOST_NAMES = 20
 
 
 def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | AdaptiveSteps:
-    steps: WholeSteps | AdaptiveSteps
-    if runner.speculative_config is None:
-        steps = StepGraphs(runner)
-    elif adapts_drafts(runner.vllm_config):
-        steps = AdaptiveSteps(runner)
-    elif type(runner.speculator) is EagleSpeculator:
-        steps = HeadSteps(runner)
-    else:
-        steps = DraftSteps(runner)
+    steps = _make_steps(runner)
     steps.capture(stream)
     # Attributes of the graphs' owner, so that they go when it does.
     manager = runner.cudagraph_manager
     manager.rose_step_graphs = steps
     manager.rose_graph_addresses = GraphAddresses(runner)
     return steps
+
+
+def _make_steps(runner: Any) -> WholeSteps | AdaptiveSteps:
+    if runner.speculative_config is None:
+        return StepGraphs(runner)
+    is_head = type(runner.speculator) is EagleSpeculator
+    without = None
+    if adapts_drafts(runner.vllm_config):
+        without = PlainHeadSteps(runner) if is_head else StepGraphs(runner)
+    with_all = HeadSteps(runner) if is_head else DraftSteps(runner)
+    return with_all if without is None else AdaptiveSteps(without, with_all)
 
 
 def managers_of(runner: Any) -> list[Any]:

@@ -63,6 +63,8 @@ class StepGraphs(WholeSteps):
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
     """
 
+    _replays_prompts = True
+
     def __init__(self, runner: Any) -> None:
         super().__init__(runner, query_len=1)
         sampler = runner.sampler
@@ -88,7 +90,7 @@ class StepGraphs(WholeSteps):
             self._record = ReportRecord(most, runner.vocab_size, device)
             parts, num_words = (self._end, self._report), ReportRecord.NUM_WORDS
             self._num_parts = len(parts)
-        if self._replayed is not None and not self._groups.has_states:
+        if self._replays_prompts and self._replayed is not None and not self._groups.has_states:
             self._mixed_sizes = [*(size for size in _MIXED_SIZES if size < most), *[most] * (most > 0)]
             self._row_inputs = row_inputs(max(most, runner.max_num_reqs), device)
             self._rows = MixedRows(**self._row_inputs.tensors)
@@ -290,6 +292,8 @@ class StepGraphs(WholeSteps):
 
     def _why_prompts_are_not_replayed(self, output: SchedulerOutput) -> str | None:
         """Return what a step with prompts has that is vLLM's; None if nothing."""
+        if not self._replays_prompts:
+            return "prompts beside drafts"
         if self._replayed is None:
             return "prompts without Rose's sampler"
         if self._model_inputs.is_prepared_by_vllm:

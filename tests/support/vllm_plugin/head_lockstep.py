@@ -29,7 +29,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import gather_draft_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample  # noqa: E402
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder  # noqa: E402
-from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps  # noqa: E402
+from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps  # noqa: E402
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps  # noqa: E402
 from tests.support.vllm_plugin.draft_runner import DraftRequests, DraftRunner  # noqa: E402
 from tests.support.vllm_plugin.steady_runner import (  # noqa: E402
     GROUPS,
@@ -85,8 +86,10 @@ class Head(EagleSpeculator):  # type: ignore[misc]
             kv_cache_group_id=0,
         )
         self.attn_groups = [[group]]
-        self.prefill_cudagraph_manager = HeadGraphs(self, runner.decode_query_len)
+        self.prefill_cudagraph_manager = HeadGraphs(self, runner.decode_query_len, 1, is_first=True)
         self.decode_cudagraph_manager = HeadGraphs(self, 1)
+        # Of the first pass.
+        self.num_rows = 0
         self.texts: dict[tuple[int, ...], list[int]] = {}
 
     def _combine(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,10 +99,11 @@ class Head(EagleSpeculator):  # type: ignore[misc]
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
 
-    def run_graph(self, desc: Desc) -> None:
-        """Do what vLLM captures of a pass, or of all later passes."""
+    def run_graph(self, desc: Desc, is_first: bool) -> None:
+        """Do what vLLM captures of the first pass, or of all later ones."""
         rows, num_tokens, nothing = desc.num_reqs, desc.num_tokens, CUDAGraphMode.NONE
-        if desc.uniform_token_count == self.num_speculative_steps + 1:
+        if is_first:
+            self.num_rows = rows
             self._prefill(rows, num_tokens, {}, None, None, nothing)
             return
         of_rows = slice(rows)
@@ -127,8 +131,7 @@ class Head(EagleSpeculator):  # type: ignore[misc]
             starts, computed = list(range(num_tokens + 1)), self.computed_tokens
         else:
             # The first pass reads what the target's layers do.
-            num_rows = num_tokens // runner.decode_query_len
-            starts = runner.input_buffers.query_start_loc[: num_rows + 1].tolist()
+            starts = runner.input_buffers.query_start_loc[: self.num_rows + 1].tolist()
             computed = runner.attn_groups[0][0].get_metadata_builder().computed_tokens[0]
         last, fed_back = torch.zeros(2, num_tokens, 1, dtype=torch.float64).unbind(0)
         for row in range(len(starts) - 1):
@@ -169,21 +172,21 @@ class Head(EagleSpeculator):  # type: ignore[misc]
 class HeadGraphs:
     """Graphs of the head's passes, of as many tokens in each row."""
 
-    def __init__(self, head: Head, query_len: int) -> None:
-        self._head, self._query_len = head, query_len
+    def __init__(self, head: Head, *query_lens: int, is_first: bool = False) -> None:
+        self._head, self._query_lens, self._is_first = head, query_lens, is_first
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **options: Any
     ) -> Desc:
-        assert uniform_token_count == self._query_len
-        size = next(size for size in SIZES if size * self._query_len >= num_tokens)
-        return Desc(size * self._query_len, uniform_token_count=self._query_len)
+        assert uniform_token_count in self._query_lens
+        size = next(size for size in SIZES if size * uniform_token_count >= num_tokens)
+        return Desc(size * uniform_token_count, uniform_token_count=uniform_token_count)
 
     def specialize_spec_tokens(self, desc: Desc, num_drafts: int) -> Desc:
         return desc
 
     def run_fullgraph(self, desc: Desc) -> None:
-        self._head.run_graph(desc)
+        self._head.run_graph(desc, self._is_first)
 
 
 class HeadRunner(DraftRunner):
@@ -239,7 +242,7 @@ class HeadRunner(DraftRunner):
         self.update_requests(output)
         self.block_tables.apply_staged_writes()
         ids, states, inputs = output.scheduled_cached_reqs.req_ids, self.req_states, self.input_buffers
-        num_rows, query_len = len(ids), self.decode_query_len
+        num_rows, query_len = len(ids), output.num_scheduled_tokens[output.scheduled_cached_reqs.req_ids[0]]
         num_tokens = num_rows * query_len
         slots = torch.tensor([states.req_id_to_index[each] for each in ids])
         desc = self.cudagraph_manager.dispatch(num_rows, num_tokens, query_len)
@@ -257,13 +260,15 @@ class HeadRunner(DraftRunner):
         )
         self._prepare_attention(slots, desc)
         self.cudagraph_manager.run_fullgraph(desc)
-        sampled, num_sampled, num_rejected = self._sample(slots, indices, logit_starts)
+        sample = self._sample if query_len > 1 else self._sample_one
+        sampled, num_sampled, num_rejected = sample(slots, indices, logit_starts)
         input_batch.post_update(
             *(slots, states.num_computed_tokens.gpu, states.last_sampled_tokens),
             self.sampler.penalties_state.output_bin_counts,
             *(sampled, num_sampled, num_rejected, starts, states.all_token_ids.gpu, states.total_len.gpu),
         )
-        states.draft_tokens[slots] = self._let_head_propose(slots, desc, num_sampled, num_rejected)
+        num_next = output.num_spec_tokens_to_schedule
+        states.draft_tokens[slots] = self._let_head_propose(slots, desc, num_sampled, num_rejected, num_next)
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _prepare_attention(self, slots: torch.Tensor, desc: Desc) -> None:
@@ -309,16 +314,31 @@ class HeadRunner(DraftRunner):
         )
         return sampled, num_sampled, num_rejected
 
+    def _sample_one(
+        self, slots: torch.Tensor, indices: torch.Tensor, starts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sample a step without drafts, whose requests are greedy."""
+        logits = self.model.compute_logits(self.cudagraph_manager.hidden_states[indices])
+        ones = torch.ones(len(slots), dtype=torch.int32)
+        return logits.argmax(dim=-1)[:, None], ones, torch.zeros_like(ones)
+
     def _let_head_propose(
-        self, slots: torch.Tensor, desc: Desc, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        desc: Desc,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        num_next: int,
     ) -> torch.Tensor:
         inputs, states, manager = self.input_buffers, self.req_states, self.cudagraph_manager
         of, num_rows, num_tokens = self.sampler.sampling_states, len(slots), desc.num_tokens
+        query_len = desc.uniform_token_count
+        assert query_len is not None
         batch: Any = SimpleNamespace(
             num_reqs=num_rows,
-            num_tokens=num_rows * self.decode_query_len,
+            num_tokens=num_rows * query_len,
             num_tokens_after_padding=num_tokens,
-            num_scheduled_tokens=np.full(num_rows, self.decode_query_len),
+            num_scheduled_tokens=np.full(num_rows, query_len),
             seq_lens_cpu_upper_bound=inputs.seq_lens[:num_rows],
             idx_mapping=slots,
             input_ids=inputs.input_ids[:num_tokens],
@@ -332,8 +352,9 @@ class HeadRunner(DraftRunner):
             [each[:num_tokens] for each in manager.aux_hidden_states],  # type: ignore[attr-defined]
             *(num_sampled, num_rejected, states.last_sampled_tokens, states.next_prefill_tokens),
             *(torch.from_numpy(of.temperature.np), torch.from_numpy(of.seeds.np)),
-            num_speculative_tokens=self.num_drafts,
+            num_speculative_tokens=num_next,
         )
+        drafts[:, num_next:] = -1
         return drafts
 
 
@@ -398,8 +419,13 @@ def compare(
     auxiliary: bool = True,
     synthetic: bool = False,
     max_model_len: int = MAX_LEN,
+    share_turned: float = 0.0,
 ) -> list[int]:
-    """Take steps with requests that come and go, a scheduler that is a step ahead; return how many tokens rows got."""
+    """Take steps with requests that come and go, a scheduler that is a step ahead; return how many tokens rows got.
+
+    Args:
+        share_turned: of the steps, after which drafts are left out, or made again; if none, all have them.
+    """
     of_head = {"share_right": share_right, "auxiliary": auxiliary, "max_model_len": max_model_len}
     runners = [
         HeadRunner(num_drafts, GROUPS[groups], is_drawn=is_drawn, seed=seed, **of_head) for _ in range(2)
@@ -407,10 +433,13 @@ def compare(
     if synthetic:
         for runner in runners:
             runner.rejection_sampler.synthetic_conditional_rates = torch.full((num_drafts,), 0.7)
-    steps, choose = HeadSteps(runners[0]), random.Random(seed)
+    without = PlainHeadSteps(runners[0]) if share_turned else None
+    with_all, choose = HeadSteps(runners[0]), random.Random(seed)
+    steps = with_all if without is None else AdaptiveSteps(without, with_all)
+    now, num_replayed = num_drafts, {0: 0, num_drafts: 0}
     both = [HeadRequests(runner, share_right, seed) for runner in runners]
     counts: list[int] = []
-    ahead: list[tuple[HeadRequests, list[str], list[list[int]]]] = []
+    ahead: list[tuple[HeadRequests, list[str], list[list[int]], int]] = []
     for _ in range(num_steps):
         for request_id in list(both[0].running):
             if not both[0].has_room(request_id) or choose.random() < 0.03:
@@ -424,28 +453,35 @@ def compare(
             continue
         told = []
         is_replayed = choose.random() < share_replayed
+        following = num_drafts - now if choose.random() < share_turned else now
         for requests, runner in zip(both, runners, strict=True):
-            output = requests.step()
-            if runner is runners[0] and is_replayed:
+            output = requests.step(now, following)
+            if runner is runners[0] and is_replayed and following == now:
                 assert steps.launch(output)
+                num_replayed[now] += 1
                 told.append(steps.take_output(None).get_output().sampled_token_ids)  # type: ignore[union-attr]
             else:
-                if runner is runners[0]:
-                    steps.disarm()
+                if runner is runners[0] and following == now:
+                    (with_all if now or without is None else without).disarm()
+                elif runner is runners[0]:
+                    assert not steps.launch(output)
                 told.append(runner.own_step(output))
         assert told[0] == told[1]
         expected = state_of(runners[1])
         for name, tensor in state_of(runners[0]).items():
-            assert torch.equal(tensor, expected[name]), name
-        for requests, ids, tokens in ahead:
-            requests.hear(ids, tokens)
-        ahead = [(each, list(each.running), tokens) for each, tokens in zip(both, told, strict=True)]
+            # Nobody reads drafts of a step that makes none.
+            assert torch.equal(tensor, expected[name]) or (name == "drafts" and not following), name
+        for requests, ids, tokens, of_step in ahead:
+            requests.hear(ids, tokens, of_step)
+        ahead = [(each, list(each.running), tokens, now) for each, tokens in zip(both, told, strict=True)]
+        now = following
         counts += map(len, told[0])
         if not is_drawn and not synthetic:
             for request_id, tokens in zip(both[0].running, told[0], strict=True):
                 slot = runners[0].req_states.req_id_to_index[request_id]
                 length = int(runners[0].req_states.total_len.gpu[slot])
                 assert both[0].texts[request_id][length - len(tokens) : length] == tokens
+    assert without is None or min(num_replayed.values()) > num_steps // 10, num_replayed
     return counts
 
 
