@@ -164,13 +164,13 @@ class Eagle3Head:
 
 
 def resolve_head_path(path: str | Path) -> Path:
-    """Return the local directory of a head; see ``resolve_model_path``.
+    """Return the local directory of a head, which may be without weights; see ``resolve_model_path``.
 
     Raises:
         ModelError: there is none.
     """
     with _named():
-        return resolve_model_path(path)
+        return resolve_model_path(path, needs_weights=False)
 
 
 def check_head(path: str | Path, sizes: ModelConfig) -> None:

@@ -234,7 +234,7 @@ class Checkpoint:
         *,
         may_lack_weights: bool,
     ) -> None:
-        self.directory = resolve_model_path(path)
+        self.directory = resolve_model_path(path, needs_weights=not may_lack_weights)
         self.config = read_json(self.directory / CONFIG_FILE)
         if self.config.get("quantization_config") is None and (self.directory / MODELOPT_FILE).is_file():
             fields = read_json(self.directory / MODELOPT_FILE).get("quantization")
