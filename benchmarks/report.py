@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reports import commits, engines, figures, parts, serving
+from benchmarks.reports import commits, engines, figures, floors, parts, serving
 from benchmarks.reports.engines import HOST, STOCK
 from benchmarks.reports.other_runs import OTHER_RUNS
 from benchmarks.reports.peers import PEERS, Fastest, fastest
@@ -114,7 +114,6 @@ TABLES = {
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", _offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
-    "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
     "vllm_llama8b_awq": Table("inside_vllm", "h200/vllm_llama8b_awq.json", _offline_table),
     "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
     "vllm_request_kinds_qwen3": Table(
@@ -159,6 +158,12 @@ def sources() -> str:
         f"{len(set(digests))} different states. The other results are older than the digest.\n\n"
     )
     return f"{text}{markdown(('table', 'source digest'), rows)}\n\n{_OTHER_RUNS}\n\n{other_runs()}"
+
+
+def floors_table() -> str:
+    """Return decode steps of Rose in all published results beside the time that their bytes take."""
+    files = [*(table.file for table in TABLES.values()), *OTHER_RUNS]
+    return floors.table({file: read(file) for file in files})
 
 
 _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]
@@ -224,7 +229,11 @@ def summary() -> str:
 
 def pages() -> dict[str, dict[str, Callable[[], str]]]:
     """Return what makes each table, by page and name."""
-    found = {"README.md": {"summary": summary}, "docs/performance/index.md": {"sources": sources}}
+    found = {
+        "README.md": {"summary": summary},
+        "docs/performance/index.md": {"sources": sources},
+        "docs/performance/floors.md": {"floors": floors_table},
+    }
     for name, table in TABLES.items():
         found.setdefault(f"docs/performance/{table.page}.md", {})[name] = table.text
     return found
