@@ -36,6 +36,24 @@ DRAWN_RESULTS = (
     "h200/vllm_trace.json",
     "h200/vllm_trace_rust.json",
 )
+DRAWN_TOGETHER = {
+    "tokens_per_s": (
+        "h200/offline_compare.json",
+        "h200/vllm_qwen3.json",
+        "h200/vllm_llama8b_start_2.json",
+        "h200/vllm_llama8b_fp8.json",
+        "h200/vllm_llama8b_awq.json",
+        "h200/qwen3_30b_a3b.json",
+    ),
+    "start_up": (
+        "h200/start_up_gpt2.json",
+        "h200/start_up_qwen3.json",
+        "h200/start_up_llama8b_fp8.json",
+        "h200/start_up_gemma3_before.json",
+        "h200/start_up_gemma3.json",
+    ),
+}
+"""Picture -> results of one benchmark; of starts of one model the newest of each side is shown."""
 
 
 def problems(result: Result) -> list[str]:
@@ -253,9 +271,18 @@ def rewritten(page: str) -> str:
     return text
 
 
+def drawn() -> dict[str, Result]:
+    """Return what figures show, one result or several, by what they are called."""
+    found = {Path(file).stem: read(file) for file in DRAWN_RESULTS}
+    for name, files in DRAWN_TOGETHER.items():
+        results = [read(file) for file in files]
+        found[name] = {"benchmark": results[0]["benchmark"], "results": results}
+    return found
+
+
 def old_figures() -> list[str]:
-    """Return the names of results whose figures are not there or show another result."""
-    return [name for name in DRAWN_RESULTS if not figures.are_drawn(read(name), Path(name).stem, FIGURES)]
+    """Return the names of figures that are not there or show another result."""
+    return [name for name, result in drawn().items() if not figures.are_drawn(result, name, FIGURES)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -295,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(bool(old))
     # Pictures first: a page whose pictures could not be drawn would name files that are not there.
     for name in undrawn:
-        figures.draw(read(name), Path(name).stem, options.out)
+        figures.draw(drawn()[name], name, options.out)
     for path, text in changed.items():
         (ROOT / path).write_text(text)
     return 0
