@@ -197,7 +197,7 @@ def table(results: Mapping[str, Result]) -> str:
     rates, kernels, works = copy_rates(results), launches(results), newest_steps(results)
     rows, low = list[tuple[str, ...]](), list[tuple[str, int]]()
     for (gpu, shape, dtype, batch), hosts in works.items():
-        read, cells, counts = list[str](), list[str](), list[str]()
+        read, cells = list[str](), list[str]()
         for host in ROSE_HOSTS:
             if (step := hosts.get(host)) is None:
                 cells += ["", ""]
@@ -206,11 +206,11 @@ def table(results: Mapping[str, Result]) -> str:
             floor_ms = 1e3 * num_bytes / (step.copy_bytes_per_s or rates[gpu])
             read = read or [f"{num_bytes / 1e9:.2f} GB", f"{milliseconds(floor_ms)} ms"]
             cells += [f"{milliseconds(step.ms)} ms", f"{floor_ms / step.ms:.0%}"]
-            counts.append(str(kernels.get((shape, batch, host), "")))
             if floor_ms / step.ms < LOW_SHARE:
                 low.append((shape, batch))
         where = short_name(shape) + (", H100" if gpu == "h100" else "")
-        rows.append((where, str(batch), *read, *cells, " / ".join(filter(None, counts))))
+        counts = [str(kernels.get((shape, batch, host), "–")) for host in ROSE_HOSTS]
+        rows.append((where, str(batch), *read, *cells, " / ".join(counts) if {*counts} != {"–"} else ""))
     sides = [cell for host in ROSE_HOSTS for cell in (LABELS[host], "share")]
     files = dict.fromkeys(step.file for hosts in works.values() for step in hosts.values())
     speeds = " and ".join(f"{rates[gpu] / 1e12:.2f} TB/s on an {label}" for gpu, label in GPUS.items())
