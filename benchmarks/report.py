@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reports import commits, engines, figures, parts, serving
+from benchmarks.reports import commits, engines, figures, floors, parts, serving
 from benchmarks.reports.engines import HOST, STOCK
 from benchmarks.reports.other_runs import OTHER_RUNS
 from benchmarks.reports.peers import PEERS, Fastest, fastest
@@ -36,6 +36,24 @@ DRAWN_RESULTS = (
     "h200/vllm_trace.json",
     "h200/vllm_trace_rust.json",
 )
+DRAWN_TOGETHER = {
+    "tokens_per_s": (
+        "h200/offline_compare.json",
+        "h200/vllm_qwen3.json",
+        "h200/vllm_llama8b_start_2.json",
+        "h200/vllm_llama8b_fp8.json",
+        "h200/vllm_llama8b_awq.json",
+        "h200/qwen3_30b_a3b.json",
+    ),
+    "start_up": (
+        "h200/start_up_gpt2.json",
+        "h200/start_up_qwen3.json",
+        "h200/start_up_llama8b_fp8.json",
+        "h200/start_up_gemma3_before.json",
+        "h200/start_up_gemma3.json",
+    ),
+}
+"""Picture -> results of one benchmark; of starts of one model the newest of each side is shown."""
 
 
 def problems(result: Result) -> list[str]:
@@ -114,7 +132,6 @@ TABLES = {
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", _offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
     "vllm_llama8b_fp8": Table("inside_vllm", "h200/vllm_llama8b_fp8.json", _offline_table),
-    "vllm_qwen3_8b_fp8": Table("inside_vllm", "h200/vllm_qwen3_8b_fp8.json", _offline_table),
     "vllm_llama8b_awq": Table("inside_vllm", "h200/vllm_llama8b_awq.json", _offline_table),
     "vllm_ngram_llama8b": Table("inside_vllm", "h200/vllm_ngram_llama8b.json", _offline_table),
     "vllm_request_kinds_qwen3": Table(
@@ -159,6 +176,12 @@ def sources() -> str:
         f"{len(set(digests))} different states. The other results are older than the digest.\n\n"
     )
     return f"{text}{markdown(('table', 'source digest'), rows)}\n\n{_OTHER_RUNS}\n\n{other_runs()}"
+
+
+def floors_table() -> str:
+    """Return decode steps of Rose in all published results beside the time that their bytes take."""
+    files = [*(table.file for table in TABLES.values()), *OTHER_RUNS]
+    return floors.table({file: read(file) for file in files})
 
 
 _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]
@@ -224,7 +247,11 @@ def summary() -> str:
 
 def pages() -> dict[str, dict[str, Callable[[], str]]]:
     """Return what makes each table, by page and name."""
-    found = {"README.md": {"summary": summary}, "docs/performance/index.md": {"sources": sources}}
+    found = {
+        "README.md": {"summary": summary},
+        "docs/performance/index.md": {"sources": sources},
+        "docs/performance/floors.md": {"floors": floors_table},
+    }
     for name, table in TABLES.items():
         found.setdefault(f"docs/performance/{table.page}.md", {})[name] = table.text
     return found
@@ -244,9 +271,18 @@ def rewritten(page: str) -> str:
     return text
 
 
+def drawn() -> dict[str, Result]:
+    """Return what figures show, one result or several, by what they are called."""
+    found = {Path(file).stem: read(file) for file in DRAWN_RESULTS}
+    for name, files in DRAWN_TOGETHER.items():
+        results = [read(file) for file in files]
+        found[name] = {"benchmark": results[0]["benchmark"], "results": results}
+    return found
+
+
 def old_figures() -> list[str]:
-    """Return the names of results whose figures are not there or show another result."""
-    return [name for name in DRAWN_RESULTS if not figures.are_drawn(read(name), Path(name).stem, FIGURES)]
+    """Return the names of figures that are not there or show another result."""
+    return [name for name, result in drawn().items() if not figures.are_drawn(result, name, FIGURES)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(bool(old))
     # Pictures first: a page whose pictures could not be drawn would name files that are not there.
     for name in undrawn:
-        figures.draw(read(name), Path(name).stem, options.out)
+        figures.draw(drawn()[name], name, options.out)
     for path, text in changed.items():
         (ROOT / path).write_text(text)
     return 0

@@ -5,8 +5,9 @@
 
 For each batch size the engine decodes 256 tokens behind 16-token prompts: wall time of a step and what of it the host
 works. Then its captured step is replayed alone: wall time per step, and under torch's profiler the time of each kernel.
-The floor is the bytes that a step has to read once (weights, head, keys and values) at the speed of a large copy on the
-same device. On a CPU nothing is captured, and torch's operations stand for kernels.
+The floor is the bytes that a step has to read once (weights, head, keys and values; of experts those that it touches on
+average) at the speed of a large copy on the same device. On a CPU nothing is captured, and torch's operations stand for
+kernels.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from benchmarks.support.cli import (
     set_device_defaults,
 )
 from benchmarks.support.run_facts import bar, device_name, run_facts
+from benchmarks.support.step_bytes import expert_share
 from benchmarks.support.timing import no_garbage_collection, timed_us
 from benchmarks.support.workload import MODES, RandomRequests
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.startup import storage_bytes
-from rose_backend.kernels import PackedLinear
+from rose_backend.kernels import Experts, PackedLinear
 from rose_backend.kernels.captured_graphs import size_for
+from rose_backend.layers.linear import SparseMlp
 
 PROMPT_TOKENS = 16
 NEW_TOKENS, QUICK_NEW_TOKENS = 256, 24
@@ -102,11 +105,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def step_bytes(llm: LLM, num_tokens: int) -> int:
-    """Return the bytes that a step has to read: all weights once, and K/V of ``num_tokens`` tokens."""
+def step_bytes(llm: LLM, batch: int, num_tokens: int) -> int:
+    """Return the bytes that a step has to read: weights, experts on average, and K/V of ``num_tokens`` tokens."""
     model, kv_cache = llm.core._runner._model, llm.core._runner._kv_cache
     weights = model.weights
-    num_bytes = weights.padded_lm_head.nbytes + storage_bytes(weights.layers, leave_out=PackedLinear)
+    num_bytes: float = weights.padded_lm_head.nbytes
+    num_bytes += storage_bytes(weights.layers, leave_out=(PackedLinear, Experts))
+    for mlp in (layer.mlp for layer in weights.layers):
+        if isinstance(mlp, SparseMlp):
+            share = expert_share(mlp.router.num_outputs, mlp.experts.top_k, batch)
+            num_bytes += share * storage_bytes(mlp.experts)
     token_bytes = kv_cache[:, :, 0, 0].numel() * kv_cache.element_size()
     return int(num_bytes + num_tokens * token_bytes)
 
@@ -132,7 +140,7 @@ def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> di
         kernels, wall_us = _replay(decoder, width)
     while core.num_unfinished:
         core.step()
-    floor_us = step_bytes(llm, num_tokens) / copy * 1e6
+    floor_us = step_bytes(llm, batch, num_tokens) / copy * 1e6
     busy_us = sum(kernel["us"] for kernel in kernels)
     return {
         "batch": batch,

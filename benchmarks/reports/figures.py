@@ -1,15 +1,21 @@
-"""Pictures of the block manager's cost and of latencies over the load, on a light ground for pages of any colour."""
+"""Pictures of costs, latencies, throughput and starts, on a light ground for pages of any colour.
+
+Sides differ by their markers, too, and bars have their names and values beside them: nobody has to tell colours apart.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.online.timeline import METRICS
+from benchmarks.reports.engines import START_UP
 from benchmarks.reports.serving import figure_name, front_end, points, requests_per_s
-from benchmarks.reports.text import LABELS, Result, grouped
+from benchmarks.reports.text import LABELS, Result, grouped, medians
 
 COST_PANELS = {
     "pool_size": ("num_blocks", "blocks in the pool"),
@@ -19,9 +25,18 @@ COST_SIDES = {"stock": "vLLM", "rose_in_vllm": "Rose in vLLM", "rose_core": "Ros
 COST_FIGURE = "whole_block_us_per_row"
 GROUND = "#f7f7f4"
 COLOURS = {"Rose": "tab:red", "Rose in vLLM": "tab:orange", "vLLM": "tab:gray", "SGLang": "tab:blue"}
+MARKERS = {"Rose": "o", "Rose in vLLM": "s", "vLLM": "^", "SGLang": "D"}
 
-Panel = tuple[dict[str, str], dict[str, dict[str, list[float]]]]
+Panel = tuple[dict[str, Any], dict[str, dict[str, list[float]]]]
 """Labels and scale of the axes; for each curve ``x``, the line, the edges of a band and, maybe, dots."""
+
+
+class Bars(NamedTuple):
+    """A panel of horizontal bars."""
+
+    title: str
+    bars: list[tuple[str, str, float]]
+    """Model, side and seconds, from the top."""
 
 
 def is_drawn_from(path: Path, result: Result) -> bool:
@@ -57,11 +72,22 @@ def draw(result: Result, name: str, out: Path) -> list[Path]:
     pictures = DRAW[result["benchmark"]](result, name)
     for picture, (title, panels) in pictures.items():
         with matplotlib.rc_context(style):
-            rows = len(panels) // 2
-            figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.4 * rows), layout="constrained")
-            for axis, panel in zip(axes.flat, panels, strict=True):
-                _draw_panel(axis, panel)
-            figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+            rows = (len(panels) + 1) // 2
+            figure, axes = plt.subplots(
+                rows, 2, figsize=(11, 1 + 3.4 * rows), layout="constrained", squeeze=False
+            )
+            legend: dict[str, Any] = {}
+            for axis, panel in itertools.zip_longest(axes.flat, panels):
+                if panel is None:
+                    axis.set_visible(False)
+                elif isinstance(panel, Bars):
+                    _draw_bars(axis, panel)
+                else:
+                    _draw_panel(axis, panel)
+                    handles, labels = axis.get_legend_handles_labels()
+                    legend |= dict(zip(labels, handles, strict=True))
+            if legend:
+                figure.legend(legend.values(), legend, loc="outside lower center", ncols=4)
             figure.suptitle(title, fontsize=10)
             metadata = {"Description": f"result {_digest(result)}", "Date": None}
             figure.savefig(out / f"{picture}.svg", facecolor=GROUND, metadata=metadata)
@@ -73,11 +99,22 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     labels, curves = panel
     for name, curve in curves.items():
         x, line, low, high, *dots = curve.values()
-        axis.plot(x, line, "o-", color=COLOURS[name], label=name)
+        axis.plot(x, line, marker=MARKERS[name], color=COLOURS[name], label=name)
         axis.fill_between(x, low, high, color=COLOURS[name], alpha=0.2)
         for values in dots:
-            axis.plot(x, values, "o", color=COLOURS[name], markerfacecolor="none")
+            axis.plot(x, values, MARKERS[name], color=COLOURS[name], markerfacecolor="none")
     axis.set(**{"yscale": "log", **labels})
+
+
+def _draw_bars(axis: Any, panel: Bars) -> None:
+    names = [f"{model}, {side}" for model, side, _ in panel.bars]
+    drawn = axis.barh(
+        names, [value for *_, value in panel.bars], color=[COLOURS[side] for _, side, _ in panel.bars]
+    )
+    axis.bar_label(drawn, fmt="%.1f", padding=3)
+    axis.margins(x=0.2)
+    axis.invert_yaxis()
+    axis.set(title=panel.title, xlabel="seconds")
 
 
 def cost_curve(result: Result, scene: str, side: str) -> dict[str, list[float]]:
@@ -153,4 +190,83 @@ def _state_hits(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]
     return {name: (title, panels)}
 
 
-DRAW = {"block_manager": _costs, "online_compare": _latencies, "state_hits": _state_hits}
+def model_name(result: Result) -> str:
+    """Return what people call the model of a result."""
+    name: str = result["settings"]["model"].removeprefix("random weights, ").removesuffix("'s shapes")
+    return name.partition(",")[0]
+
+
+def throughput_curve(result: Result, backend: str) -> dict[str, list[float]]:
+    """Return ``x`` in requests, and in tokens per second the median and p10 to p90 of greedy decode steps."""
+    rows = [
+        row
+        for row in result["rows"]
+        if (row["scene"], row["mode"], row["backend"]) == ("decode", "greedy", backend)
+    ]
+    rows.sort(key=lambda row: row["num_requests"])
+    curve: dict[str, list[float]] = {"x": [row["num_requests"] for row in rows]}
+    # The shorter a step, the more tokens in a second.
+    for part, figure in {"line": "median", "low": "p90", "high": "p10"}.items():
+        curve[part] = [1e3 * row["num_requests"] / row["figures"]["step_ms"][figure] for row in rows]
+    return curve
+
+
+def _throughput(result: Result, name: str) -> dict[str, tuple[str, list[Panel | Bars]]]:
+    """Return tokens per second over the number of requests that a step decodes, for each model."""
+    panels: list[Panel | Bars] = []
+    for each in _results(result):
+        curves = {
+            label: throughput_curve(each, side) for side, label in LABELS.items() if side in each["backends"]
+        }
+        batches = sorted({row["num_requests"] for row in each["rows"] if row["scene"] == "decode"})
+        labels = {"title": f"{model_name(each)}, {each['device']}", "xscale": "log", "xticks": batches}
+        labels |= {"xticklabels": batches, "xlabel": "requests in a step", "ylabel": "tokens per second"}
+        panels.append((labels, curves))
+    return {
+        name: ("Greedy decode steps of whole engines\nLine: median, band: p10 to p90 of the turns", panels)
+    }
+
+
+def starts(results: Sequence[Result]) -> dict[tuple[str, str, str], float]:
+    """Return the median seconds until an engine is ready, by caches, model and side: of the newest result that has it.
+
+    Models are in the order of ``results``.
+    """
+    found = {}
+    for result in sorted(results, key=lambda each: each["date"]):
+        for (backend, caches), rows in grouped(result["rows"], "backend", "caches").items():
+            found[caches, model_name(result), LABELS[backend]] = medians(rows, START_UP)["ready_s"]
+    models, sides = list(map(model_name, results)), list(LABELS.values())
+    order = sorted(found, key=lambda key: (key[0], models.index(key[1]), sides.index(key[2])))
+    return {key: found[key] for key in order}
+
+
+def _starts(result: Result, name: str) -> dict[str, tuple[str, list[Panel | Bars]]]:
+    """Return how long engines take to be ready, with empty caches and with filled ones."""
+    results = _results(result)
+    found = starts(results)
+    panels: list[Panel | Bars] = [
+        Bars(
+            f"{caches} caches",
+            [(model, side, found[key]) for key in found for of, model, side in [key] if of == caches],
+        )
+        for caches in dict.fromkeys(caches for caches, *_ in found)
+    ]
+    devices = ", ".join(dict.fromkeys(each["device"] for each in results))
+    return {name: (f"Seconds until an engine is ready, {devices}, medians", panels)}
+
+
+def _results(result: Result) -> list[Result]:
+    """Return the results that are drawn together, or the only one."""
+    together: list[Result] = result.get("results", [result])
+    return together
+
+
+DRAW: dict[str, Callable[[Result, str], dict[str, tuple[str, Any]]]] = {
+    "block_manager": _costs,
+    "offline_compare": _throughput,
+    "online_compare": _latencies,
+    "start_up": _starts,
+    "state_hits": _state_hits,
+}
+"""Benchmark -> what makes the titles and panels of its pictures, by their names."""

@@ -163,6 +163,9 @@ OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_gpt_oss.json": Run(
         "steps of gpt-oss 20B in bfloat16 inside vLLM, windows and experts", offline
     ),
+    "h200/vllm_qwen3_8b_fp8.json": Run(
+        "steps of Qwen3 8B in float8 with a scale for each block, beside vLLM without DeepGEMM", offline
+    ),
     "h200/vllm_llama8b_int4.json": Run("steps of Llama 8B in int4 without zeros", offline),
     "h200/vllm_llama8b_int4_machete.json": Run(
         "steps of Llama 8B in int4, with vLLM's layers (Machete) around the rest of Rose as a third side",

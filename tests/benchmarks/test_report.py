@@ -82,8 +82,8 @@ def test_the_index_says_which_sources_were_measured() -> None:
 def test_pages_have_at_most_twenty_tables() -> None:
     pages = (report.ROOT / "docs/performance").glob("*.md")
     shown = [name for page in pages for name in re.findall(r"<!-- table: (\w+) -->", page.read_text())]
-    assert sorted(shown) == sorted([*report.TABLES, "sources"])
-    assert len(report.TABLES) <= 20
+    assert sorted(shown) == sorted([*report.TABLES, "floors", "sources"])
+    assert len(report.TABLES) + 1 <= 20
 
 
 def test_a_result_with_a_loss_to_a_peer_has_a_table() -> None:
@@ -208,10 +208,33 @@ def test_losses_in_a_result_are_those_that_its_figures_show(path: Path) -> None:
 
 def test_no_result_draws_over_the_pictures_of_another() -> None:
     drawn = []
-    for name in report.DRAWN_RESULTS:
-        result = report.read(name)
-        drawn += figures.DRAW[result["benchmark"]](result, Path(name).stem)
+    for name, result in report.drawn().items():
+        drawn += figures.DRAW[result["benchmark"]](result, name)
     assert len(set(drawn)) == len(drawn) > len(report.DRAWN_RESULTS)
+
+
+def test_pictures_of_several_results_show_the_newest_published_ones() -> None:
+    files = [*(table.file for table in report.TABLES.values()), *OTHER_RUNS]
+    shown = [file for files in report.DRAWN_TOGETHER.values() for file in files]
+    assert set(shown) <= set(files)
+    assert {file for file in files if file.startswith("h200/start_up_")} <= set(shown)
+
+    def cases(result: dict[str, Any]) -> set[tuple[str, str]]:
+        decode = (row for row in result["rows"] if (row["scene"], row["mode"]) == ("decode", "greedy"))
+        return {(row["case"], row["backend"]) for row in decode}
+
+    results = {file: report.read(file) for file in files if file.startswith("h200/")}
+    for file in report.DRAWN_TOGETHER["tokens_per_s"]:
+        newer = [
+            name
+            for name, result in results.items()
+            if result.get("benchmark") == "offline_compare"
+            and result["settings"]["model"] == results[file]["settings"]["model"]
+            and result["date"] > results[file]["date"]
+            and "speculative_config" not in str(result["settings"])
+            and cases(results[file]) <= cases(result)
+        ]
+        assert newer == []
 
 
 def test_a_missing_table_is_named(one_result: Path) -> None:
@@ -227,6 +250,7 @@ def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     table = report.Table("parts", "cpu/some.json", lambda result: f"| {result['value']} |")
     monkeypatch.setattr(report, "TABLES", {"some": table})
     monkeypatch.setattr(report, "DRAWN_RESULTS", ("cpu/some.json",))
+    monkeypatch.setattr(report, "DRAWN_TOGETHER", {})
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(report, "ROOT", tmp_path)
@@ -234,10 +258,12 @@ def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commits.write(tmp_path / report.LATER_COMMITS, commits.LaterCommits("fedcba9", {"abcdef0": 1}))
     monkeypatch.setattr(report, "summary", lambda: "in short")
     monkeypatch.setattr(report, "sources", lambda: "of what")
+    monkeypatch.setattr(report, "floors_table", lambda: "how near")
     (tmp_path / "docs/performance").mkdir(parents=True)
     for page, name in (
         ("README", "summary"),
         ("docs/performance/index", "sources"),
+        ("docs/performance/floors", "floors"),
         ("docs/performance/parts", "some"),
     ):
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end of table -->\nbehind\n"
@@ -281,7 +307,7 @@ def test_tables_and_figures_follow_their_result(one_result: Path, capsys: pytest
     assert "docs/performance/parts.md" in capsys.readouterr().out
     (report.FIGURES / "some_cost.svg").unlink()
     assert report.main(["--check"]) == 1
-    assert "cpu/some.json" in capsys.readouterr().out
+    assert "some: run python" in capsys.readouterr().out
 
 
 def test_pages_stay_as_they_are_where_a_picture_cannot_be_drawn(
@@ -463,6 +489,28 @@ def one_behind() -> str:
     return f"but for one median that is {loss['rose'] - loss['peers']:.1f} ms behind."
 
 
+def int4_behind() -> str:
+    cases = medians("h200/vllm_llama8b_awq.json")
+    (batch,) = (
+        batch for batch in (1, 8, 32, 64, 128) if _is_behind(cases[f"step, {batch} requests, greedy"])
+    )
+    return f"With {batch} requests in int4 vLLM is ahead"
+
+
+def _is_behind(sides: dict[str, float]) -> bool:
+    return sides[HOST] > sides[STOCK]
+
+
+def gemma_starts() -> str:
+    newest = figures.starts([report.read(file) for file in report.DRAWN_TOGETHER["start_up"]])
+    for caches in ("cold", "warm"):
+        assert newest[caches, "Gemma 3 4B", "Rose in vLLM"] > newest[caches, "Gemma 3 4B", "vLLM"]
+    before = figures.starts([report.read("h200/start_up_gemma3_before.json")])
+    rose, alone = (before["cold", "Gemma 3 4B", side] for side in ("Rose in vLLM", "vLLM"))
+    run = "In the run of vLLM's starts, which is the older one, a cold start"
+    return f"{run} with Rose took {rose:.0f} s, without {alone:.0f}."
+
+
 OTHER_MODELS = (
     *(f"h200/vllm_gpt2_start_{number}" for number in (1, 2, 3)),
     *("h100/sglang_gpt2", "h200/vllm_llama", "h100/vllm_qwen3", "h100/vllm_gemma3", "h200/vllm_gpt_oss"),
@@ -470,7 +518,7 @@ OTHER_MODELS = (
 )
 CLAIMS = {
     "README.md": [at_a_glance, attention_alone, mend],
-    "docs/performance/index.md": [at_a_glance],
+    "docs/performance/index.md": [at_a_glance, int4_behind, gemma_starts],
     "docs/performance/engines.md": [fast_run, drawn_and_greedy],
     "docs/performance/inside_vllm.md": [
         at_a_glance,
@@ -626,3 +674,53 @@ def test_pictures_are_drawn_on_a_light_ground_of_their_own(tmp_path: Path) -> No
     assert re.findall(r"style=\"fill: (\S+)\"", text)[0] == figures.GROUND
     assert is_drawn_from(path, a_report())
     assert not is_drawn_from(path, {**a_report(), "settings": {"rows": 255}})
+
+
+def test_throughput_is_of_greedy_decode_steps() -> None:
+    def row(batch: int, median: float, **changes: str) -> dict[str, Any]:
+        figures = {"step_ms": {"median": median, "p10": median / 2, "p90": median * 2}}
+        row = {
+            "scene": "decode",
+            "mode": "greedy",
+            "backend": "rose",
+            "num_requests": batch,
+            "figures": figures,
+        }
+        return row | changes
+
+    rows = [row(8, 4.0), row(1, 2.0), row(1, 1.0, mode="drawn"), row(1, 1.0, backend="vllm")]
+    rows.append(row(4, 1.0, scene="offline"))
+    assert figures.throughput_curve({"rows": rows}, "rose") == {
+        "x": [1, 8],
+        "line": [500, 2000],
+        "low": [250, 1000],
+        "high": [1000, 4000],
+    }
+
+
+def a_start(model: str, date: str, **ready_s: float) -> dict[str, Any]:
+    rows = [
+        {"backend": side, "caches": "cold", "ready_s": seconds, "first_token_s": 0, "kv_cache_tokens": 0}
+        for side, seconds in ready_s.items()
+    ]
+    settings = {"model": f"random weights, {model}'s shapes"}
+    return {
+        "benchmark": "start_up",
+        "date": date,
+        "device": "a device",
+        "settings": settings,
+        "rows": rows,
+    }
+
+
+def test_starts_are_the_newest_of_each_side(tmp_path: Path) -> None:
+    starts = [a_start("B", "2", vllm=9.0, rose=8.0), a_start("A", "1", rose=1.0), a_start("B", "1", rose=7.0)]
+    assert list(figures.starts(starts).items()) == [
+        (("cold", "B", "Rose"), 8.0),
+        (("cold", "B", "vLLM"), 9.0),
+        (("cold", "A", "Rose"), 1.0),
+    ]
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
+    together = {"benchmark": "start_up", "results": starts}
+    (path,) = figures.draw(together, "starts", tmp_path)
+    assert path.name == "starts.svg" and is_drawn_from(path, together)
