@@ -58,6 +58,7 @@ _EAGLE3 = (
     '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"eagle3","model":"eagle3-head",'
     '"num_speculative_tokens":3,"rejection_sample_method":"synthetic","synthetic_acceptance_length":2.7}}'
 )
+_EAGLE3_ALONE = _EAGLE3.replace('"enable_flashinfer_autotune":false,', "")
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
     "kernels_int4": ("benchmarks.kernels --prove --families int4", ()),
@@ -130,6 +131,13 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         )
         for name, backends in (("int4", _ENGINES[:3]), ("awq", _INSIDE_VLLM))
     },
+    "vllm_qwen3_14b_awq": (
+        f"{_OFFLINE} --shape qwen3-14b-awq --dtype bfloat16 --max-num-seqs 32 --scenes decode --batches 1 32 "
+        "--cases greedy --backends rose-in-vllm vllm "
+        """--engine-options 'rose-in-vllm={"enable_flashinfer_autotune":false}' """
+        """--engine-options 'vllm={"enable_flashinfer_autotune":false}'""",
+        _INSIDE_VLLM,
+    ),
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
@@ -148,6 +156,12 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
             ("eagle3_llama8b", "llama-8b", _EAGLE3, 81_920),
         )
     },
+    "eagle3_llama8b": (
+        f"{_OFFLINE} --shape llama-8b --dtype bfloat16 --scenes decode --batches 1 32 256 --cases greedy "
+        "--kv-cache-tokens 81920 --backends rose rose-in-vllm "
+        f"--engine-options 'rose={_EAGLE3_ALONE}' --engine-options 'rose-in-vllm={_EAGLE3}'",
+        _ENGINES[:2],
+    ),
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),

@@ -38,6 +38,8 @@ COMMITS = {
     "cbb1652fd183cdf8": "72efd5b",
     "5a9cc545e2b746fd": "f5be7a6",
     "ac5b196703977cc8": "8a4036a",
+    "eb6565aa4d23961b": "311f865",
+    "f0f09174dbd0f609": "95a2428",
     "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",

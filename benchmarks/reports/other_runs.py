@@ -49,6 +49,15 @@ def drafts(result: Result, published: Fastest) -> str:
     return f"Times, Rose in vLLM with drafts / without: {_span(times)}. {offline(result, published)}"
 
 
+def hosts(result: Result, _: Fastest) -> str:
+    """Return how long Rose's steps take without vLLM over those inside it."""
+    times = [
+        engines.compared(sides["rose"]) / engines.compared(sides[HOST])
+        for sides in engines.by_case(result["rows"]).values()
+    ]
+    return f"Times, Rose without vLLM / inside it: {_span(times)}."
+
+
 def request_kinds(result: Result, published: Fastest) -> str:
     """Return plain steps of both sides, and losses."""
     steps = {
@@ -155,9 +164,10 @@ OTHER_RUNS: dict[str, Run] = {
         "three drafts of an EAGLE-3 head for each request of Qwen3 0.6B", drafts
     ),
     "h200/vllm_eagle3_llama8b.json": Run(
-        "three drafts of an EAGLE-3 head for each request of Llama 8B; those that did not pay were left out, which is "
-        "no longer so",
-        drafts,
+        "three drafts of an EAGLE-3 head for each request of Llama 8B", drafts
+    ),
+    "h200/eagle3_llama8b.json": Run(
+        "three drafts of an EAGLE-3 head for each request of Llama 8B, without vLLM and inside it", hosts
     ),
     "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),
     "h200/vllm_gpt_oss.json": Run(
@@ -166,6 +176,7 @@ OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_qwen3_8b_fp8.json": Run(
         "steps of Qwen3 8B in float8 with a scale for each block, beside vLLM without DeepGEMM", offline
     ),
+    "h200/vllm_qwen3_14b_awq.json": Run("steps of Qwen3 14B in int4 with zeros", offline),
     "h200/vllm_llama8b_int4.json": Run("steps of Llama 8B in int4 without zeros", offline),
     "h200/vllm_llama8b_int4_machete.json": Run(
         "steps of Llama 8B in int4, with vLLM's layers (Machete) around the rest of Rose as a third side",
@@ -213,6 +224,9 @@ OTHER_RUNS: dict[str, Run] = {
     "h100/vllm_step_profile_gpt2_rose.json": Run("where steps of GPT-2 go inside vLLM with Rose"),
     "h100/vllm_step_profile_qwen3_rose.json": Run("where steps of Qwen3 0.6B go inside vLLM with Rose"),
     "h100/step_profile_qwen3.json": Run("where a decode step of Qwen3 0.6B goes without vLLM"),
+    "h200/step_profile_qwen3_30b_a3b_fp8.json": Run(
+        "where a decode step of Qwen3 30B-A3B in float8 goes without vLLM, before four products were cut anew"
+    ),
     "h200/step_profile_llama8b.json": Run(
         "where a decode step of Llama 8B goes without vLLM, before attention took less time with 50 requests and more"
     ),
