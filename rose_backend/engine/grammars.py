@@ -158,7 +158,7 @@ class GrammarCompiler:
             queue = self._queues.pop(tenant)
             future, compile_one = queue.popleft()
             if queue:
-                self._queues[tenant] = queue  # behind all others
+                self._queues[tenant] = queue  # after all others
         if future.set_running_or_notify_cancel():
             compile_one()
 

@@ -36,7 +36,7 @@ def load_draft_head(config: EngineConfig, model: CausalLM) -> Eagle3Head | None:
 class HeadDrafts(Drafts):
     """``Drafts`` that an EAGLE head proposes.
 
-    Requests that share a whole block and differ in the token behind it share what one of them has stored for the
+    Requests that share a whole block and differ in the token after it share what one of them has stored for the
     block's last place, although that depends on this token: a draft may be another one then, a text is not.
 
     Args:

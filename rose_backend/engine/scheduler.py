@@ -580,7 +580,7 @@ class Scheduler:
         """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
         is_decode = self._is_decode(slots, counts)
         if 2 * int(counts[~is_decode].sum()) < self._token_budget:
-            # Those that come back from a preemption may be decodes at once; the newest of too many wait a step.
+            # After a preemption some are decodes again in their first step; of too many, the newest wait a step.
             fits = np.cumsum(counts) <= self._token_budget
             return slots[fits], counts[fits]
         return slots[~is_decode], counts[~is_decode]

@@ -103,7 +103,7 @@ class CausalLM(ABC):
         Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
 
         Args:
-            kv_cache: may have further layers behind the model's.
+            kv_cache: may have further layers after the model's.
             held: gets the hidden states, [T, E] each, of the layers that ``hold_layers`` was given.
         """
         attention = PagedAttention(

@@ -1,7 +1,7 @@
 """EAGLE-3 heads: one layer that drafts what a model will say, from hidden states of some of its layers.
 
 At each place the head reads the token after it and what ``combine`` makes of the model's hidden states there, and says
-what may come after that token. For the drafts behind the first one it reads its own hidden states in place of the
+what may come after that token. For the drafts after the first one it reads its own hidden states in place of the
 model's. Its keys and values depend on no place before theirs: those of known tokens are stored without attention.
 """
 
