@@ -198,6 +198,16 @@ def test_more_completions_than_the_others_are_left_with_wait_and_nobody_is_preem
         traffic.abort(*set(later) & set(traffic.unfinished("many")))
 
 
+def test_who_holds_few_slots_does_not_wait_for_several_to_be_free() -> None:
+    with Traffic.over(max_num_seqs=64, num_blocks=2000, max_num_batched_tokens=1000) as traffic:
+        traffic.send("many", 63)
+        while traffic.num_held("many") < 63:
+            traffic.advance()
+        traffic.send("few", 5)
+        traffic.serve("few")
+        assert traffic.waits["few"] == [1, 2, 2, 2, 2] and traffic.preemptions == 4
+
+
 def test_several_tenants_come_at_once() -> None:
     with Traffic.over() as traffic:
         traffic.send("many", 40)
@@ -224,6 +234,27 @@ def test_prompts_under_way_leave_tokens_to_others(options: dict[str, Any], num_s
         traffic.serve("few")
         # Half of the tokens of each step are its own.
         assert traffic.waits["few"][0] <= (1 if options else 2)
+
+
+def test_who_holds_the_most_is_preempted_where_blocks_are_short() -> None:
+    with Traffic.over(num_blocks=60) as traffic:
+        traffic.send("many", 3, max_tokens=100)
+        while traffic.num_held("many") < 3:
+            traffic.advance()
+        few = traffic.request(*traffic.send("few", max_tokens=100))
+        traffic.serve()
+        assert traffic.preemptions and not few.completions[0].num_computed_before
+
+
+def test_the_oldest_of_all_is_not_preempted_though_its_siblings_are_to_have_slots() -> None:
+    with Traffic.over(num_blocks=56, max_num_batched_tokens=8) as traffic:
+        oldest = traffic.request(*traffic.send("a", prompt=190, n=3, max_tokens=2))
+        traffic.advance()
+        traffic.send("b", 2, max_tokens=100)
+        while not traffic.preemptions:
+            assert traffic.num_held("a") == 3
+            traffic.advance()
+        assert not oldest.completions[0].num_computed_before
 
 
 def test_a_tenant_alone_has_the_order_and_the_steps_that_it_has_without_turns() -> None:

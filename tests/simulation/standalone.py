@@ -384,6 +384,7 @@ class Simulation:
 
         def preempt_and_check(slot: int) -> None:
             tenant = core_state.completion(slot).request.tenant
+            assert not self._core._pipeline.num_in_flight, "tokens that are being drawn are lost"
             preempt(slot)
             if self._is_giving_turns:
                 holders[tenant] = admission.num_held[tenant]

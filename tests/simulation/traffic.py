@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rose_backend.engine.request import Request
 from rose_backend.engine.sampling_params import SamplingParams
 from tests.simulation.standalone import Settings, Simulation, replaced_parts
 
@@ -98,6 +99,10 @@ class Traffic(Simulation):
             self._unserved.add(name)
             self._send(processor.build(checked, request_id=name, is_streaming=True))
         return names
+
+    def request(self, name: str) -> Request:
+        """Return an unfinished request."""
+        return self._core._requests[name]
 
     def abort(self, *names: str) -> None:
         """End requests that are not served yet."""
