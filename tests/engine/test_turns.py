@@ -246,6 +246,19 @@ def test_who_holds_the_most_is_preempted_where_blocks_are_short() -> None:
         assert traffic.preemptions and not few.completions[0].num_computed_before
 
 
+@pytest.mark.parametrize("step", range(78, 84))
+def test_who_was_placed_by_preemption_has_its_first_token(step: int) -> None:
+    # In some of these steps the two others fill their blocks, and need further ones.
+    with Traffic.over(num_blocks=51, max_num_batched_tokens=200, prefix_cache=False) as traffic:
+        traffic.send("many", 2, prompt=20, max_tokens=110)
+        while traffic.step < step:
+            traffic.advance()
+        few = traffic.request(*traffic.send("few", prompt=100, max_tokens=3))
+        while "few" not in traffic.waits:
+            traffic.advance()
+        assert not few.completions[0].num_computed_before and few.completions[0].place > 0
+
+
 def test_the_oldest_of_all_is_not_preempted_though_its_siblings_are_to_have_slots() -> None:
     with Traffic.over(num_blocks=56, max_num_batched_tokens=8) as traffic:
         oldest = traffic.request(*traffic.send("a", prompt=190, n=3, max_tokens=2))
@@ -426,7 +439,7 @@ def steps_of_random_traffic(seed: int, *, has_tenants: bool) -> int:
 
 
 def test_turns_cost_few_steps() -> None:
-    """Of 400 random schedules the worst takes 1.18 times the steps of order of arrival, all together 1.015 times."""
+    """Of 300 random schedules the worst takes 1.19 times the steps of order of arrival, all together 1.02 times."""
     steps = [
         [steps_of_random_traffic(seed, has_tenants=has_tenants) for seed in range(8)]
         for has_tenants in (True, False)
