@@ -505,7 +505,7 @@ class Scheduler:
         Returns:
             None when there is nothing to do, or nothing until a step in flight has been read.
         """
-        if self.waiting.has_several and self._has_to_drain_for_turns(num_in_flight):
+        if self.waiting.has_several and not self._give_turns(num_in_flight):
             return None
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
@@ -601,6 +601,8 @@ class Scheduler:
         if self._prompts_first and 2 * num_decodes <= self._token_budget:
             return budget + num_decodes
         num_drafts = num_decodes * self.num_drafts_wanted
+        if not self._chunked_prefill and self._admission.is_shared:
+            num_drafts = 0  # whose turn it is needs room for all of its prompt
         return budget - num_drafts if num_drafts < budget else budget
 
     def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
@@ -742,31 +744,33 @@ class Scheduler:
     def _may_admit(self) -> bool:
         return not len(self._slots_in_pass) and self._admission.may_admit(len(self.running_slots))
 
-    def _has_to_drain_for_turns(self, num_in_flight: int) -> bool:
-        """Preempt for requests in whose turn there is no room, and give them slots, unless a step is in flight.
+    def _give_turns(self, num_in_flight: int) -> bool:
+        """Give slots to requests in whose turn there is no room, after others were preempted for them.
 
         Returns:
-            Whether this has to be done, once no step is in flight: a preempted request would lose the tokens it draws.
+            False where somebody has to be preempted and a step is in flight, whose tokens it would lose. Nothing has
+            changed then.
         """
         admission = self._admission
         while admission.is_shared and self._may_admit():
             slots, counts = self._pick_running()
             num_blocks = self._manager.blocks_to_reserve(slots, self._num_ahead(slots, counts, 0))
-            # Running prompts leave a part of their tokens to others, if they may be cut.
-            beside = counts == 1 if self._chunked_prefill else np.ones(len(slots), np.bool_)
-            num_tokens = self._budget_left(slots[beside], counts[beside])
+            remaining = self._num_remaining(self.running_slots)
+            if self._chunked_prefill:
+                remaining = remaining[remaining == 1]  # other prompts leave a part of their tokens
+            num_tokens = self._token_budget - int(remaining.sum())
             turn = admission.find_turn(self.running_slots, num_blocks, num_tokens)
             if turn is None:
-                return False
-            if num_in_flight:
                 return True
+            if num_in_flight:
+                return False
             for victim in turn.victims:
                 self._preempt(victim.slot)
                 victim.num_turns_given += 1
             new_slots, num_cached = admission.place(turn.completion)
             self.counters.cached_tokens += num_cached
             self.running_slots = np.concatenate([self.running_slots, new_slots])
-        return False
+        return True
 
     def _preempt_newest(self) -> None:
         """Preempt the newest one of those tenants that hold the most slots; never the oldest of all."""

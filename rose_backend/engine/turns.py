@@ -158,11 +158,7 @@ def choose_victims(
         num_blocks_of: how many blocks are freed with these.
     """
     held, num_after = Counter(num_held), num_held_with(completion, num_held)
-    others = [
-        each
-        for each in reversed(running)
-        if each.num_turns_given < MAX_TURNS_GIVEN and each.request.tenant != completion.request.tenant
-    ]
+    others = [each for each in reversed(running) if each.num_turns_given < MAX_TURNS_GIVEN]
     victims: list[Completion] = []
 
     def are_enough(victims: Sequence[Completion]) -> bool:

@@ -488,6 +488,20 @@ def test_an_aborted_request_is_not_compiled(streams: Streams, monkeypatch: pytes
     assert sorted(compiled) == [0, 1, 2, 4]
 
 
+def test_the_compiler_is_told_whose_grammar_it_is(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, tenants = streams.core.input_processor, []
+
+    def start(params: SamplingParams, done: object, tenant: bytes) -> Future[None]:
+        tenants.append(tenant)
+        return Future()
+
+    monkeypatch.setattr(streams.core.grammars, "start", start)
+    (checked,) = processor.process_all(["The"], [structured("choice")], tenant=b"few")
+    streams.core.add(processor.build(checked, request_id="r"))
+    assert tenants == [b"few"] and streams.core.end("r")
+    streams.run_until(lambda: "r" in streams.finished)
+
+
 def test_others_go_on_while_a_grammar_is_compiled(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     may_compile = threading.Event()
     compile_one = GrammarCompiler.compile

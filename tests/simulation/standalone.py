@@ -387,16 +387,17 @@ class Simulation:
 
         def preempt_and_check(slot: int) -> None:
             tenant = core_state.completion(slot).request.tenant
+            assert not self._core._pipeline.num_in_flight, "tokens that are being drawn are lost"
             preempt(slot)
             if self._is_giving_turns:
                 holders[tenant] = admission.num_held[tenant]
 
-        def has_to_drain(num_in_flight: int) -> bool:
+        def give_turns_and_check(num_in_flight: int) -> bool:
             self._is_giving_turns = True
-            drains = give_turns(num_in_flight)
+            are_given = give_turns(num_in_flight)
             self._is_giving_turns = False
             assert not holders, "somebody was preempted in vain"
-            return drains
+            return are_given
 
         def schedule_and_check(num_in_flight: int = 0) -> Step | None:
             step = schedule(num_in_flight)
@@ -404,10 +405,10 @@ class Simulation:
                 self._check_that_turns_come(scheduler)
             return step
 
-        core_state, give_turns = self._core._state, scheduler._has_to_drain_for_turns
+        core_state, give_turns = self._core._state, scheduler._give_turns
         admission._take = take_and_check  # type: ignore[method-assign]
         scheduler._preempt = preempt_and_check  # type: ignore[method-assign]
-        scheduler._has_to_drain_for_turns = has_to_drain  # type: ignore[method-assign]
+        scheduler._give_turns = give_turns_and_check  # type: ignore[method-assign]
         scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
 
     def _check_that_turns_come(self, scheduler: Scheduler) -> None:

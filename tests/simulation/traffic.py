@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rose_backend.engine.request import Request
 from rose_backend.engine.sampling_params import SamplingParams
 from tests.simulation.standalone import Settings, Simulation, replaced_parts
 
@@ -99,6 +100,10 @@ class Traffic(Simulation):
             self._send(processor.build(checked, request_id=name, is_streaming=True))
         return names
 
+    def request(self, name: str) -> Request:
+        """Return an unfinished request."""
+        return self._core._requests[name]
+
     def abort(self, *names: str) -> None:
         """End requests that are not served yet."""
         for name in names:
@@ -106,9 +111,9 @@ class Traffic(Simulation):
             self._unserved.discard(name)
             self._core.end(name)
 
-    def unfinished(self, tenant: str) -> list[str]:
-        """Return the requests of a tenant that are not finished."""
-        return [name for name in self._visits if self._sent[name][0] == tenant]
+    def unfinished(self, tenant: str | None = None) -> list[str]:
+        """Return the requests of a tenant, or of all, that are not finished."""
+        return [name for name in self._visits if tenant in (None, self._sent[name][0])]
 
     def num_held(self, tenant: str) -> int:
         """Return how many slots a tenant holds."""
@@ -124,7 +129,7 @@ class Traffic(Simulation):
 
     def serve(self, tenant: str | None = None) -> None:
         """Advance until no request of a tenant, or of any, is unfinished."""
-        while self.unfinished(tenant) if tenant is not None else self._visits:
+        while self.unfinished(tenant):
             self.advance()
             if self.step % 4 == 0:
                 self._check_accounts()

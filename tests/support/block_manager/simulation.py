@@ -17,6 +17,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -374,12 +375,28 @@ class Simulation:
             are_known = np.array([self.sequences[row].knows_state for row in rows], np.bool_)
             for row in rows:
                 self._hand_over_state(row)
-        self.manager.free(np.array(rows, np.int64), states_are_known=are_known)
+        with self._freeing(rows):
+            self.manager.free(np.array(rows, np.int64), states_are_known=are_known)
         if self.oracle is not None:
             self.oracle.free(rows)
         self._drop_called_off()
         for row in rows:
             del self.sequences[row]
+
+    @contextmanager
+    def _freeing(self, rows: list[int]) -> Iterator[None]:
+        """Check what the manager says in advance about blocks that rows give back."""
+        manager, kept = self.manager, self.manager.block_table[rows, 0]
+        num_free, row_array = manager.num_free_blocks, np.array(rows, np.int64)
+        num_freed = manager.blocks_freed_with(row_array)
+        num_others, has_copies = manager.blocks_freed_with(row_array, kept), bool(self.pending)
+        yield
+        if self.oracle is None:
+            return
+        assert num_freed <= manager.num_free_blocks - num_free
+        if not has_copies:  # One that is called off frees what it was to read.
+            is_free = manager.pool.ref_counts[np.unique(kept[kept > 0])] == 0
+            agree("blocks freed beside those kept", num_others, num_freed - int(np.count_nonzero(is_free)))
 
     def _drop_called_off(self) -> None:
         """Copies into blocks that nobody holds any more are not made."""
@@ -395,9 +412,11 @@ class Simulation:
     @call
     def reserve(self, rows: list[int], counts: list[int]) -> list[int]:
         """Return the rows that the manager says it can serve together."""
-        answer = self._reserve(
-            rows, counts, lambda: self.manager.reserve(np.array(rows, np.int64), np.array(counts, np.int64))
-        )
+        row_array, count_array = np.array(rows, np.int64), np.array(counts, np.int64)
+        most = self.manager.blocks_to_reserve(row_array, count_array)
+        answer = self._reserve(rows, counts, lambda: self.manager.reserve(row_array, count_array))
+        if self.oracle is not None:
+            assert answer.num_new_blocks <= most and (answer.ok or most > self.manager.num_free_blocks)
         return [row for row, fits in zip(rows, answer.servable.tolist(), strict=True) if fits]
 
     @call
