@@ -184,7 +184,7 @@ def choose_victims(
 
 
 def split_tokens(num_tokens: int, wanted: Sequence[int], tenants: Sequence[bytes]) -> list[int]:
-    """Split a step's prompt tokens: an equal part for each tenant, or what it wants, of which its oldest prompts come first.
+    """Split a step's prompt tokens: an equal part for each tenant, or what it wants; its oldest prompts go first.
 
     Args:
         wanted: tokens of each prompt, oldest first, ``[N]``.
