@@ -91,7 +91,7 @@ class Admission:
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
         self._has_head = config.drafts is not None and config.drafts.has_head
-        self._max_overtakes = config.max_num_seqs
+        self._max_num_seqs = config.max_num_seqs
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
@@ -112,6 +112,10 @@ class Admission:
         self.num_held[tenant] += sign * completion.num_slots
         if not self.num_held[tenant]:
             del self.num_held[tenant]
+
+    def note_fork(self) -> None:
+        """Note that a completion was split into several, of which each may be preempted for others' turns."""
+        self._no_turns = None
 
     def may_admit(self, num_running: int) -> bool:
         """Whether to look for slots and blocks for the first in the queue.
@@ -146,7 +150,7 @@ class Admission:
 
     def _in_turn(self) -> list[Completion]:
         """Return those that may be next, the first in turn first; before them the one that had no tokens left."""
-        turns = self.waiting.in_turn(self.num_held, self._max_overtakes)
+        turns = self.waiting.in_turn(self.num_held, self._max_num_seqs)
         if self._left_out is not None:
             turns.sort(key=lambda each: each.request.tenant != self._left_out)
         return turns
@@ -839,6 +843,7 @@ class Scheduler:
         self._state.num_siblings_to_fork[parent_slot] = 0
         parent.num_siblings_to_fork = 0
         self._admission.num_reserved_slots -= num_children
+        self._admission.note_fork()
         for index, slot in enumerate(children.tolist(), start=1):
             sibling = self._input_processor.make_completion(parent.request, index, parent.seed)
             parent.request.completions.append(sibling)

@@ -11,14 +11,17 @@ one tenant the order is that of arrival, and nobody is preempted.
 
 Nobody starves: a request is overtaken by tenants that hold no more than its own tenant holds without it, so it is next
 at the latest when its tenant's running requests have ended. One that asks for several slots at once may be overtaken
-by others, too, as it waits for them to be free together; the oldest of all, by ``max_num_seqs`` of those at most.
+by others, too, as it waits for them to be free together; the oldest of all, by ``max_num_seqs`` of those at most, and
+``PATIENCE`` times as many if it wants more than its tenant's equal share: what is kept free for it, others lack.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import merge
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -27,6 +30,12 @@ from rose_backend.engine.request import Completion
 MAX_TURNS_GIVEN = 3
 """A completion is preempted for others' turns at most this often. Without the prefix cache, or where its blocks were
 evicted meanwhile, each time costs the computation of all its tokens again."""
+MAX_VICTIMS = 32
+"""Completions that are preempted for one request at most: a long prompt may not cost hundreds of others their slots."""
+PATIENCE = 32
+"""With it, requests for all slots, aborted as soon as they run, leave a tenant of short requests beside one of long
+ones three quarters of what it has without them (8 slots, ``tests/engine/test_turns.py``); with 1 a seventh."""
+_place = attrgetter("place")
 
 
 class WaitingQueue:
@@ -38,6 +47,7 @@ class WaitingQueue:
         self.has_several = False
         """Several tenants have sent something since the start."""
         self._queues: dict[bytes, deque[Completion]] = {}  # none is empty
+        self._heads: list[Completion] = []  # the oldest of each tenant, in order of arrival
         self._first_place, self._last_place = 0, 0
         self._num_waiting = 0
         self._tenant_seen: bytes | None = None
@@ -50,7 +60,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Completion]:
         """Yield them in order of arrival."""
-        return merge(*self._queues.values(), key=attrgetter("place"))
+        return merge(*self._queues.values(), key=_place)
 
     @property
     def tenants(self) -> set[bytes]:
@@ -60,8 +70,7 @@ class WaitingQueue:
     @property
     def oldest(self) -> Completion:
         """The one that waits longest."""
-        queues = self._queues.values()
-        return min((queue[0] for queue in queues), key=attrgetter("place"))
+        return self._heads[0]
 
     def append(self, completion: Completion) -> None:
         """Add one that has just arrived."""
@@ -70,18 +79,21 @@ class WaitingQueue:
         self._tenant_seen = tenant
         self._last_place += 1
         completion.place = self._last_place
-        self._queue_of(completion).append(completion)
+        queue = self._queue_of(completion)
+        queue.append(completion)
+        if len(queue) == 1:
+            self._heads.append(completion)
 
     def prepend(self, completion: Completion) -> None:
         """Add one that was preempted: it is the oldest now."""
         self._first_place -= 1
         completion.place = self._first_place
-        self._queue_of(completion).appendleft(completion)
+        self._put_first(completion)
 
     def put_back(self, completions: Iterable[Completion]) -> None:
         """Give those that were removed, each older than whoever of its tenant waits, the places that they had."""
-        for completion in sorted(completions, key=attrgetter("place"), reverse=True):
-            self._queue_of(completion).appendleft(completion)
+        for completion in sorted(completions, key=_place, reverse=True):
+            self._put_first(completion)
 
     def remove(self, completion: Completion) -> None:
         """Take out one that waits.
@@ -90,30 +102,50 @@ class WaitingQueue:
             ValueError: it does not.
         """
         queue = self._queues[completion.request.tenant]
+        first = queue[0]
         queue.remove(completion)
         self._num_waiting -= 1
         self.num_changes += 1
+        if first is completion:
+            self._remove_head(first)
+            if queue:
+                insort(self._heads, queue[0], key=_place)
         if not queue:
             del self._queues[completion.request.tenant]
 
-    def in_turn(self, num_held: Counter[bytes], max_overtakes: int) -> list[Completion]:
+    def in_turn(self, num_held: Counter[bytes], max_num_seqs: int) -> list[Completion]:
         """Return the oldest of each tenant that may be next, the first in turn first; see the module's docstring.
 
         Args:
             num_held: slots of each tenant.
-            max_overtakes: of the oldest of all, see ``counts_as_overtaking``.
         """
-        if len(self._queues) == 1:
-            return [self.oldest]
-        heads = sorted((queue[0] for queue in self._queues.values()), key=attrgetter("place"))
-        oldest, turns = heads[0], heads[:1]
-        for each in heads[1:]:
-            comes_first = num_held_with(each, num_held) < num_held_with(turns[-1], num_held)
-            if comes_first and (
-                oldest.num_overtaken < max_overtakes or not counts_as_overtaking(each, oldest, num_held)
+        oldest = self._heads[0]
+        turns, fewest = [oldest], num_held_with(oldest, num_held)
+        max_overtakes = max_num_seqs
+        if oldest.num_slots * len(self._queues.keys() | num_held.keys()) > max_num_seqs:
+            max_overtakes *= PATIENCE
+        is_overtaken_enough = oldest.num_overtaken >= max_overtakes
+        for each in islice(self._heads, 1, None):
+            if fewest == 1:  # of a tenant that holds nothing: nobody comes before it
+                break
+            num_with = num_held_with(each, num_held)
+            if num_with < fewest and not (
+                is_overtaken_enough and counts_as_overtaking(each, oldest, num_held)
             ):
                 turns.append(each)
+                fewest = num_with
         return turns[::-1]
+
+    def _put_first(self, completion: Completion) -> None:
+        """Put one before all of its tenant."""
+        queue = self._queue_of(completion)
+        if queue:
+            self._remove_head(queue[0])
+        queue.appendleft(completion)
+        insort(self._heads, completion, key=_place)
+
+    def _remove_head(self, completion: Completion) -> None:
+        del self._heads[bisect_left(self._heads, completion.place, key=_place)]
 
     def _queue_of(self, completion: Completion) -> deque[Completion]:
         self._num_waiting += 1
@@ -150,7 +182,8 @@ def choose_victims(
     """Return which running completions are preempted for ``completion``, newest first; none where that is not enough.
 
     Each is the newest of the tenant that then holds the most slots, and leaves it at least as many as the tenant of
-    ``completion`` holds with it. None has given up ``MAX_TURNS_GIVEN`` slots before.
+    ``completion`` holds with it. None has given up ``MAX_TURNS_GIVEN`` slots before, and they are ``MAX_VICTIMS`` at
+    most.
 
     Args:
         running: oldest first.
@@ -170,7 +203,7 @@ def choose_victims(
 
     while not are_enough(victims):
         others = [each for each in others if held[each.request.tenant] - each.num_slots >= num_after]
-        if not others:
+        if not others or len(victims) == MAX_VICTIMS:
             return []
         victim = max(others, key=lambda each: held[each.request.tenant])  # of equals, the newest
         others.remove(victim)

@@ -186,6 +186,7 @@ def check_head(path: str | Path, sizes: ModelConfig) -> None:
         embedding = torch.empty((config.vocab_size, config.hidden_size), dtype=config.dtype, device="meta")
         _load_weights(checkpoint, meta, sizes.num_layers, embedding)
         read_rotary_options(checkpoint.config, max_position_embeddings=config.max_position_embeddings)
+        _adds_normed(checkpoint.config)
 
 
 def load_head(path: str | Path, model: CausalLM, *, max_model_len: int) -> Eagle3Head:
@@ -217,7 +218,7 @@ def load_head(path: str | Path, model: CausalLM, *, max_model_len: int) -> Eagle
         weights,
         _num_tokens(fields, config),
         HeadRotation(table, None, None, config.norm_eps),
-        adds_normed=bool(fields.get("norm_before_residual")),
+        adds_normed=_adds_normed(fields),
         switches=model.switches,
     )
 
@@ -355,9 +356,18 @@ def _eagle_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
+def _adds_normed(fields: Mapping[str, Any]) -> bool:
+    value = fields.get("norm_before_residual")
+    if value not in (None, True, False):
+        raise ModelError(f"config.json: norm_before_residual must be true or false, got {value!r}")
+    return bool(value)
+
+
 def _layer_ids(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layers whose input the head combines, in ascending order, as its matrix has them."""
-    given = fields.get(_LAYER_IDS) or _eagle_config(fields).get(_LAYER_IDS)
+    given = fields.get(_LAYER_IDS)
+    if given is None:
+        given = _eagle_config(fields).get(_LAYER_IDS)
     # Those that EAGLE-3 was trained with.
     layers = [2, num_layers // 2, num_layers - 3] if given is None else given
     if (

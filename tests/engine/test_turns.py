@@ -15,6 +15,8 @@ from rose_backend import LLM
 from rose_backend.engine.request import Completion, Request
 from rose_backend.engine.turns import (
     MAX_TURNS_GIVEN,
+    MAX_VICTIMS,
+    PATIENCE,
     Shortage,
     WaitingQueue,
     choose_victims,
@@ -56,11 +58,15 @@ def test_next_is_whose_tenant_holds_the_fewest_slots_then() -> None:
 def test_one_that_needs_many_slots_is_overtaken_by_those_that_need_few_so_often_only() -> None:
     large, small = completion_of(b"a", n=4), completion_of(b"b")
     queue = queue_of(large, small)
-    assert queue.in_turn(Counter(), 2) == [small, large]
-    large.num_overtaken = 2
-    assert queue.in_turn(Counter(), 2) == [large]
+    assert queue.in_turn(Counter(), 8) == [small, large]
+    large.num_overtaken = 8
+    assert queue.in_turn(Counter(), 8) == [large]
     # Who holds no more than the tenant that is overtaken goes first all the same.
-    assert queue.in_turn(Counter({b"a": 1}), 2) == [small, large]
+    assert queue.in_turn(Counter({b"a": 1}), 8) == [small, large]
+    # It wants more than its equal share of 7 slots, or of 8 among three.
+    assert queue.in_turn(Counter(), 7) == queue.in_turn(Counter({b"c": 1}), 8) == [small, large]
+    large.num_overtaken = 7 * PATIENCE
+    assert queue.in_turn(Counter(), 7) == [large]
 
 
 def test_the_queue_keeps_places() -> None:
@@ -89,6 +95,13 @@ def victims_of(
 
     victims = choose_victims(completion, running, held, shortage, num_blocks_of)
     return [numbers[id(each)] for each in victims]
+
+
+def test_nobody_is_preempted_where_too_many_would_have_to_be() -> None:
+    running = [completion_of(b"a") for _ in range(MAX_VICTIMS + 10)]
+    newest = list(range(MAX_VICTIMS + 9, 9, -1))
+    assert victims_of(completion_of(b"c"), running, Shortage(0, 0, MAX_VICTIMS)) == newest
+    assert victims_of(completion_of(b"c"), running, Shortage(0, 0, MAX_VICTIMS + 1)) == []
 
 
 def test_victims_are_the_newest_of_who_holds_the_most() -> None:
@@ -189,12 +202,12 @@ def test_more_completions_than_the_others_are_left_with_wait_and_nobody_is_preem
         while traffic.step < 20:
             traffic.advance()
         traffic.send("few", n=n)
-        later = traffic.send("many", 100)
+        later = traffic.send("many", (PATIENCE + 2) * NUM_SLOTS)
         while not traffic.num_held("few"):
             traffic.advance()
         assert not traffic.preemptions
-        # As many as there are slots went before it, and some came with it.
-        assert len(traffic.begun & set(later)) <= 2 * NUM_SLOTS - n
+        # It wants more than its equal share: so many went before it, and some came with it.
+        assert len(traffic.begun & set(later)) <= (PATIENCE + 1) * NUM_SLOTS - n
         traffic.abort(*set(later) & set(traffic.unfinished("many")))
 
 
@@ -244,6 +257,46 @@ def test_who_holds_the_most_is_preempted_where_blocks_are_short() -> None:
         few = traffic.request(*traffic.send("few", max_tokens=100))
         traffic.serve()
         assert traffic.preemptions and not few.completions[0].num_computed_before
+
+
+def test_who_could_preempt_nobody_looks_again_after_a_fork() -> None:
+    with Traffic.over(num_blocks=600) as traffic:
+        for number in range(4):
+            traffic.send(f"one {number}", max_tokens=150)
+        while traffic.step < 6:
+            traffic.advance()
+        # Its siblings have slots of their own once the last token of the prompt is computed, a step of its own.
+        traffic.send("four", n=4, prompt=61, max_tokens=120)
+        traffic.advance()
+        traffic.send("few", prompt=5, max_tokens=5)
+        traffic.serve("few")
+        assert traffic.waits["few"] == [2] and traffic.preemptions == 1
+        for tenant in ("four", *(f"one {number}" for number in range(4))):
+            traffic.abort(*traffic.unfinished(tenant))
+
+
+def num_served_beside_requests_for_all_slots(num_attackers: int) -> int:
+    """Return how many short requests one tenant gets answered beside another's long ones."""
+    with Traffic.over() as traffic:
+        tenants = ["long", "short", *(f"attacker {number}" for number in range(num_attackers))]
+        while traffic.step < 1000:
+            if not traffic.unfinished("long"):
+                traffic.send("long", max_tokens=180)
+            traffic.send("short", 10 - len(traffic.unfinished("short")), max_tokens=10)
+            for attacker in tenants[2:]:
+                if traffic.num_held(attacker):
+                    traffic.abort(*traffic.unfinished(attacker))
+                if not traffic.unfinished(attacker):
+                    traffic.send(attacker, n=NUM_SLOTS, max_tokens=100, prompt=4)
+            traffic.advance()
+        for tenant in tenants:
+            traffic.abort(*traffic.unfinished(tenant))
+        return len(traffic.waits["short"])
+
+
+def test_slots_are_rarely_kept_free_for_one_that_wants_all() -> None:
+    alone = num_served_beside_requests_for_all_slots(0)
+    assert all(num_served_beside_requests_for_all_slots(number) > 0.7 * alone for number in (1, 3))
 
 
 @pytest.mark.parametrize("step", range(78, 84))
@@ -375,7 +428,7 @@ def test_one_request_after_another_with_many_completions_takes_no_more_than_its_
         for tenant in ("a", "b", "attacker"):
             traffic.abort(*traffic.unfinished(tenant))
         # It is served all the same.
-        assert len(traffic.waits["attacker"]) > 3
+        assert traffic.waits["attacker"]
 
 
 def test_long_answers_leave_slots_to_short_ones() -> None:

@@ -73,6 +73,8 @@ def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             "quantization_config={'quant_method': 'fp8'} is not",
         ),
         ({LAYERS: [1, 2, 4]}, rf"{LAYERS} must be different layers from 0 to 3, got \[1, 2, 4\]"),
+        ({LAYERS: []}, rf"{LAYERS} must be different layers from 0 to 3, got \[\]"),
+        ({"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),
         ({LAYERS: [1, 1, 2]}, rf"{LAYERS} must be different layers from 0 to 3, got \[1, 1, 2\]"),
         # As EAGLE-3 was trained: 2, half of all and the last but two.
         ({LAYERS: "absent"}, rf"{LAYERS} must be different layers from 0 to 3, got \[2, 2, 1\]"),
