@@ -28,7 +28,7 @@ from benchmarks.reports.engines import (
 from benchmarks.support.checkpoint import EAGLE3_HEAD, LLAMA_8B, ModelFacts, write_checkpoint
 from benchmarks.support.cli import new_parser
 from benchmarks.support.comparison import add_engine_options, engine_options
-from benchmarks.support.engines import EngineOptions, Rose, vllm_options
+from benchmarks.support.engines import DRAFTS, EngineOptions, Rose, vllm_options
 from benchmarks.support.run_facts import check_same, earlier_report, run_facts, with_runs
 from benchmarks.support.worker_pool import Engines
 from benchmarks.support.workload import Requests
@@ -361,10 +361,16 @@ def test_a_head_is_written_beside_random_weights(tmp_path: Path) -> None:
         engine_options(options, HOST, str(tmp_path), FACTS, [])
 
 
-@pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs", "drafts"])
+@pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs"])
 def test_what_there_is_inside_vllm_only_is_switched_off_there(switch: str) -> None:
     options = offline_compare.parse_options(["--backends", "rose", f"--compare-{switch.replace('_', '-')}"])
     assert offline_compare.Offline.sides(options)[f"{HOST}, {switch} off"] == (HOST, [switch])
+
+
+@pytest.mark.parametrize("host", ["rose", HOST])
+def test_drafts_are_switched_off_where_rose_is_compared(host: str) -> None:
+    options = offline_compare.parse_options(["--backends", host, "--compare-drafts"])
+    assert offline_compare.Offline.sides(options)[f"{host}, drafts off"] == (host, [DRAFTS])
 
 
 def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
