@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -236,9 +237,9 @@ def summary() -> str:
         ratios = [value / times[rose] for times, (value, _) in zip(sides, best, strict=True)]
         ours = " / ".join(milliseconds(times[rose]) for times in sides)
         theirs = " / ".join(milliseconds(value) for value, _ in best)
-        ratio = " / ".join(f"{ratio:.2f}x" for ratio in ratios) + (
-            " (slower)" if round(min(ratios), 2) < 1 else ""
-        )
+        # Rounded down below 1: what is slower shows it.
+        shown = (math.floor(100 * ratio) / 100 if ratio < 1 else ratio for ratio in ratios)
+        ratio = " / ".join(f"{each:.2f}x" for each in shown) + (" (slower)" if min(ratios) < 1 else "")
         rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
     where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
     where += "are named. An engine's or server's time is, for a peer, its fastest median in any published run of this "

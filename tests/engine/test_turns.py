@@ -419,7 +419,7 @@ def test_an_attacker_takes_no_more_than_half(
 @pytest.mark.parametrize("n", [4, 6, 7, 8])
 def test_one_request_after_another_with_many_completions_takes_no_more_than_its_share(n: int) -> None:
     with Traffic.over() as traffic:
-        while traffic.step < 1500:
+        while traffic.step < 6000:
             for tenant in ("a", "b"):
                 traffic.send(tenant, 4 - len(traffic.unfinished(tenant)), max_tokens=20)
             refill(1, n=n, max_tokens=100)(traffic)
@@ -428,7 +428,7 @@ def test_one_request_after_another_with_many_completions_takes_no_more_than_its_
         for tenant in ("a", "b", "attacker"):
             traffic.abort(*traffic.unfinished(tenant))
         # It is served all the same.
-        assert traffic.waits["attacker"]
+        assert len(traffic.waits["attacker"]) > 3
 
 
 def test_long_answers_leave_slots_to_short_ones() -> None:

@@ -32,7 +32,7 @@ from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.startup import LoadedModel
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.engine.turns import MAX_TURNS_GIVEN, PATIENCE
+from rose_backend.engine.turns import MAX_TURNS_GIVEN, PATIENCE, counts_as_overtaking
 from rose_backend.errors import EngineDeadError
 from tests.conftest import ROOT
 from tests.simulation.device import Answer, Device, Event, ForeignContent, SimulatedRunner, chain
@@ -380,11 +380,13 @@ class Simulation:
                 num_with = num_held[other.request.tenant] + other.num_slots
                 assert other.place > completion.place or num_after < num_with, "it is not its turn"
             assert all(num_left >= num_after for num_left in holders.values()), "holders are left with less"
+            oldest, most = admission.waiting.oldest, self.settings.max_num_seqs
+            if oldest.num_slots * len(admission.waiting.tenants | num_held.keys()) > most:
+                most *= PATIENCE
+            if counts_as_overtaking(completion, oldest, num_held):
+                assert oldest.num_overtaken < most, "overtaken too often"
             take(completion)
             holders.clear()
-            oldest = [admission.waiting.oldest.num_overtaken] if admission.waiting else []
-            most = self.settings.max_num_seqs * PATIENCE
-            assert all(number <= most for number in oldest), "overtaken too often"
 
         def preempt_and_check(slot: int) -> None:
             tenant = core_state.completion(slot).request.tenant
