@@ -17,16 +17,10 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import (
-    AttentionOptions,
-    HeadRotation,
-    embed_tokens,
-    rms_norm,
-    rotate_query_key,
-    write_kv,
-)
+from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens, write_kv
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, ResidualStream, compute_logits
+from rose_backend.layers.eagle3 import Eagle3Layer
+from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, compute_logits
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig, check_supported, read_size
 from rose_backend.models.rope import read_rotary_options, rotary_table
@@ -75,7 +69,7 @@ class Eagle3Head:
         config: sizes of the head.
         num_tokens: in its vocabulary.
         rotation: of its queries and keys.
-        adds_normed: attention adds to the normed hidden states (``norm_before_residual``).
+        adds_normed: as of ``Eagle3Layer``.
         switches: of the engine.
     """
 
@@ -92,10 +86,19 @@ class Eagle3Head:
         self.config = config
         self.weights = weights
         self._num_tokens = num_tokens
-        self._rotation = rotation
-        self._adds_normed = adds_normed
         self.switches = switches
         self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
+        self._layer = Eagle3Layer(
+            hidden_norm=weights.hidden_norm,
+            layer=weights.layer,
+            final_norm=weights.final_norm,
+            rotation=rotation,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            adds_normed=adds_normed,
+            switches=switches,
+        )
 
     def combine(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what the head reads of hidden states, [T, E], from those of the model's layers, [T, E] each."""
@@ -112,7 +115,7 @@ class Eagle3Head:
         kv_cache: torch.Tensor,  # [1, 2, NB, BS, HKV, D]  written
     ) -> None:
         """Store keys and values of some places."""
-        _, _, key, value = self._project(token_ids, features, positions)
+        key, value = self._layer.keys_and_values(self._embed(token_ids, positions), features, positions)
         key_cache, value_cache = kv_cache[0].unbind(0)
         write_kv(key, value, key_cache, value_cache, slot_mapping)
 
@@ -125,8 +128,6 @@ class Eagle3Head:
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what may come after each token, int64 [T], and the features to go on with, [T, E]."""
-        weights, layer = self.weights, self.weights.layer
-        residual, query, key, value = self._project(token_ids, features, positions)
         attention = PagedAttention(
             metadata,
             kv_cache,
@@ -135,32 +136,18 @@ class Eagle3Head:
             num_heads=self.config.num_attention_heads,
             fused_kv_append=self.switches.fused_kv_append,
         )
-        assert isinstance(layer.mlp, Mlp), "a head has no experts"
-        stream = ResidualStream(residual, self.switches)
-        stream.add(attention(0, query, key, value), layer.attn_out)
-        stream.silu_mlp(layer.mlp_norm, layer.mlp, layer.mlp_norm)
-        normed = stream.normed(weights.final_norm)
+        normed, features = self._layer.forward(
+            self._embed(token_ids, positions), features, positions, attention
+        )
+        weights = self.weights
         drafts = compute_logits(normed, weights.padded_lm_head, self._num_tokens).argmax(dim=1)
         if weights.token_ids is not None:
             drafts = weights.token_ids[drafts]
-        return drafts, stream.hold()
+        return drafts, features
 
-    def _project(
-        self, token_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what attention adds to, [T, E], and rotated queries, rotated keys and values, [T, heads, D] each."""
-        config, weights, layer = self.config, self.weights, self.weights.layer
-        embedded, _ = embed_tokens(token_ids, positions, weights.token_embedding)
-        normed = rms_norm(features, weights.hidden_norm.weight, weights.hidden_norm.eps)
-        of_tokens = rms_norm(embedded, layer.attn_norm.weight, layer.attn_norm.eps)
-        joined, matrix = torch.cat([of_tokens, normed], dim=1), layer.qkv.weight
-        assert isinstance(matrix, torch.Tensor), "heads are not quantized"
-        qkv = joined @ matrix if layer.qkv.bias is None else torch.addmm(layer.qkv.bias, joined, matrix)
-        query, key, value = qkv.view(len(token_ids), -1, config.head_size).split(
-            [config.num_attention_heads, config.num_kv_heads, config.num_kv_heads], dim=1
-        )
-        rotate_query_key(query, key, positions, self._rotation)
-        return (normed if self._adds_normed else features), query, key, value
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        embedded, _ = embed_tokens(token_ids, positions, self.weights.token_embedding)
+        return embedded
 
 
 def resolve_head_path(path: str | Path) -> Path:

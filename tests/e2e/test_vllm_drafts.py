@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
@@ -26,6 +27,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.models import decoder
+from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
 from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
@@ -442,6 +444,34 @@ def test_hidden_states_of_rows_with_drafts(
     assert num_compared > 5
 
 
+def pass_and_store(passes: list[int]) -> Callable[..., Any]:
+    """Return a replacement of the forward pass of Rose's heads, which then lets them store the same K/V once more.
+
+    Args:
+        passes: gets the number of places of each pass.
+    """
+    original = RoseEagle3LlamaForCausalLM.forward
+
+    def forward(self: Any, **given: Any) -> Any:
+        found = original(self, **given)
+        metadata, module, kv_cache, _ = get_attention_context(self._attention.layer_name)
+        if metadata is not None:
+            num_tokens = metadata.num_actual_tokens
+            slots = metadata.slot_mapping[:num_tokens]
+            caches = [each.flatten(0, 1) for each in module.impl._caches(kv_cache)]
+            stored = [each[slots[slots >= 0]] for each in caches]
+            for each in caches:
+                each[slots[slots >= 0]] = torch.nan
+            names = ("input_ids", "positions", "hidden_states")
+            self.store(*(given[name][:num_tokens] for name in names), slots)
+            for each, expected in zip(caches, stored, strict=True):
+                assert torch.equal(each[slots[slots >= 0]], expected)
+            passes.append(num_tokens)
+        return found
+
+    return forward
+
+
 @on_cpu
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(
@@ -452,7 +482,7 @@ def test_hidden_states_of_rows_with_drafts(
         ("qwen3", {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}),
     ],
 )
-def test_heads_read_what_vllms_layers_give_them(
+def test_heads_read_what_vllms_layers_give_them_and_draft_what_vllms_heads_do(
     make_engine: MakeEngine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -461,7 +491,7 @@ def test_heads_read_what_vllms_layers_give_them(
     fields: dict[str, Any],
     is_packed: bool,
 ) -> None:
-    """Auxiliary hidden states and the head's drafts, beside vLLM's layers and a separate write of all K/V."""
+    """Beside vLLM's layers and head, and a separate write of all K/V."""
     path, prompts = write(tmp_path, case, num_hidden_layers=8), parity_prompts(VOCAB_SIZE)[:12]
     options: dict[str, Any] = {"model": str(path), "max_num_batched_tokens": 300}
     options |= eagle3(3, path, norm_before_residual=case == "qwen3", **fields)
@@ -490,11 +520,14 @@ def test_heads_read_what_vllms_layers_give_them(
         }
         return texts, seen, model
 
+    passes: list[int] = []
+    monkeypatch.setattr(RoseEagle3LlamaForCausalLM, "forward", pass_and_store(passes))
     texts, expected, model = run(fused_mlp=False, fused_add_layernorm=False, fused_kv_append=False)
-    assert not isinstance(model, decoder.RoseDecoder)
+    assert not isinstance(model, decoder.RoseDecoder) and not passes
     if is_packed:
         request.getfixturevalue("packed")
     found, got, model = run()
+    assert max(passes) > 100
     assert isinstance(model, decoder.RoseDecoder) and found == texts and len(got) == len(expected) > 10
     for step, wanted in zip(got, expected, strict=True):
         for each, other in zip(step[:-1], wanted[:-1], strict=True):

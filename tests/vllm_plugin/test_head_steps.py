@@ -51,6 +51,10 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
         },
         {1, 2},
     ),
+    "come and go, stored alone": (
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40, "stores": True},
+        {1, 2, 3, 4},
+    ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
 }
 """Options of a lockstep, and how many tokens rows must get."""

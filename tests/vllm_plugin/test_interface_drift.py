@@ -117,7 +117,7 @@ from rose_backend.vllm_plugin.attention.backend import (
 from rose_backend.vllm_plugin.captured_processors import SAMPLING_PARAMETERS
 from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.models import decoder, float8_weights, int4_method
+from rose_backend.vllm_plugin.models import decoder, eagle3, float8_weights, int4_method
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
 from rose_backend.vllm_plugin.models.int4_method import RoseInt4Method
 from rose_backend.vllm_plugin.sampler import ReplayedSampling, RoseDraws, RoseTopKTopP
@@ -867,6 +867,18 @@ def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(famil
         "lora_manager",
     }
     assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
+
+
+def test_heads_with_roses_layer_take_what_drafters_pass_and_load_as_vllms() -> None:
+    ours = eagle3.RoseEagle3LlamaForCausalLM
+    theirs = ours.__mro__[1]
+    assert theirs.__name__ == "Eagle3LlamaForCausalLM" and theirs.__module__.startswith("vllm.")
+    assert_accepts(ours.forward, theirs.forward, "forward")
+    # All else is vLLM's: weights, auxiliary hidden states, logits.
+    overridden = {name for name in vars(ours) if hasattr(theirs, name) and not name.startswith("_")}
+    assert overridden == {"forward"}
+    # Of the head's own vocabulary.
+    assert ours.get_top_tokens is theirs.get_top_tokens
 
 
 @pytest.mark.parametrize(

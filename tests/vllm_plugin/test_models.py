@@ -153,6 +153,55 @@ def test_eagle_heads_have_roses_layers_beside_fused_ones_of_vllms(
         config.__post_init__()
 
 
+def head_of(config: Any) -> str:
+    (architecture,) = config.speculative_config.draft_model_config.hf_config.architectures
+    return str(architecture)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"num_hidden_layers": 2}, "more than one layer"),
+        ({"norm_output": True}, "another output"),
+        ({"hidden_act": "gelu"}, "another activation than SiLU"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary positions of another kind"),
+    ],
+    ids=str,
+)
+def test_eagle3_heads_have_roses_layer_where_it_is_theirs(
+    make_config: MakeConfig,
+    checkpoints: Callable[..., str],
+    rose_log: list[str],
+    fields: dict[str, Any],
+    reason: str | None,
+) -> None:
+    model = Path(checkpoints("llama"))
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    drafter = write_eagle3_drafter(model, 2, **ids, **fields)
+    config = make_config(model=str(model), speculative_config=drafter)
+    said = [line for line in rose_log if "EAGLE head" in line]
+    for _ in range(2):
+        assert layers_of(config) == "RoseLlamaForCausalLM"
+        assert (head_of(config) == model_choice.EAGLE3_HEAD) == (reason is None)
+        assert config.speculative_config.use_local_argmax_reduction == (reason is None)
+        # The engine core finishes its copy again.
+        config.__post_init__()
+    assert said == ([] if reason is None else [f"The layers of the EAGLE head are vLLM's: {reason}"])
+
+
+def test_probabilistic_drafts_keep_the_heads_logits(
+    make_config: MakeConfig, checkpoints: Callable[..., str]
+) -> None:
+    model = Path(checkpoints("llama"))
+    drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    config = make_config(
+        model=str(model), speculative_config=drafter | {"draft_sample_method": "probabilistic"}
+    )
+    assert head_of(config) == model_choice.EAGLE3_HEAD
+    assert not config.speculative_config.use_local_argmax_reduction
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_drafter_with_a_model_keeps_vllms_layers(
     make_config: MakeConfig, rose_log: list[str], llama: str, tiny_model_path: Path, case: str

@@ -48,6 +48,7 @@ from rose_backend.kernels.decode_step.ops import end_step, write_block_ids
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
+from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
 from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
@@ -863,8 +864,10 @@ class CapturedRunner(SamplingRunner):
         self.model.layer, self.model.take_moved_weights = Layer(), lambda: self.events.append("taken")
         of_head = object.__new__(CudaGraphManager)
         of_head.release_graphs = lambda: self.events.append("released the head's")  # type: ignore[method-assign]
+        of_speculator = Layer()
+        of_speculator.take_moved_weights = lambda: self.events.append("taken by the head")  # type: ignore[attr-defined]
         self.speculator = SimpleNamespace(
-            model=Layer(), draft_tokens=torch.zeros(3), prefill_cudagraph_manager=of_head
+            model=of_speculator, draft_tokens=torch.zeros(3), prefill_cudagraph_manager=of_head
         )
         monkeypatch.setattr(StepGraphs, "capture", self._note_capture)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
@@ -1079,7 +1082,14 @@ def test_graphs_are_captured_again_once_where_something_has_moved(
     captured: dict[StaleGraphs, list[Any]] = {
         StaleGraphs.NONE: [],
         StaleGraphs.ROSES: [("Rose's", "stream")],
-        StaleGraphs.ALL: ["taken", "released", "released the head's", "vLLM's", ("Rose's", "another stream")],
+        StaleGraphs.ALL: [
+            "taken",
+            "taken by the head",
+            "released",
+            "released the head's",
+            "vLLM's",
+            ("Rose's", "another stream"),
+        ],
     }
     assert runner.events[2:] == captured[stale]
     # One comparison, and a new list where graphs are new.
@@ -1254,11 +1264,13 @@ class HookedRunner:
         (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps"]),
         (EagleSpeculator, False, ["HeadSteps"]),
         (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps"]),
+        (EagleSpeculator, True, ["StoringHeadSteps", "HeadSteps"]),
     ],
 )
 def test_which_kinds_of_steps_are_captured(
     monkeypatch: pytest.MonkeyPatch, drafter: type[Any] | None, is_adaptive: bool, kinds: list[str]
 ) -> None:
+    is_roses = "StoringHeadSteps" in kinds
     made: list[str] = []
     captured: list[tuple[str, Any]] = []
 
@@ -1270,7 +1282,7 @@ def test_which_kinds_of_steps_are_captured(
         def capture(self, stream: Any) -> None:
             captured.append((self.name, stream))
 
-    for name in ("StepGraphs", "DraftSteps", "HeadSteps", "PlainHeadSteps"):
+    for name in ("StepGraphs", "DraftSteps", "HeadSteps", "PlainHeadSteps", "StoringHeadSteps"):
         monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
     monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
     monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
@@ -1280,6 +1292,8 @@ def test_which_kinds_of_steps_are_captured(
         vllm_config=None,
         cudagraph_manager=SimpleNamespace(),
     )
+    if runner.speculator is not None:
+        runner.speculator.model = object.__new__(RoseEagle3LlamaForCausalLM if is_roses else torch.nn.Module)
     runner_hooks._capture_steps(runner, "stream")  # type: ignore[arg-type]
     assert made == kinds
     # The largest logits first: those of steps with drafts.

@@ -39,6 +39,7 @@ AUDITED_CLASSES: dict[str, str] = {
         for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
     },
     f"{_ROSE}gpt2:RoseGPT2LMHeadModel": _LAYERS,
+    f"{_ROSE}eagle3:RoseEagle3LlamaForCausalLM": _HEAD,
     f"{_VLLM}gpt2:GPT2LMHeadModel": _LAYERS,
     f"{_VLLM}llama:LlamaForCausalLM": _LAYERS,
     f"{_VLLM}mistral:MistralForCausalLM": _LAYERS,

@@ -253,6 +253,21 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             flash_attention.flash_prefill(query, key, value, *caches, rows, self.scale, output)
         return output
 
+    def store(
+        self,
+        layer: Any,
+        key: torch.Tensor,  # [T, HKV, D]
+        value: torch.Tensor,  # [T, HKV, D]
+        kv_cache: torch.Tensor,  # as of ``forward``  written
+        slot_mapping: torch.Tensor,  # [T] int64; -1 for padding
+    ) -> None:
+        """Store K/V without attention."""
+        options = self._options(layer, key.device)
+        caches = self._caches(kv_cache)
+        write_kv(
+            key, value, *caches, slot_mapping, key_scale=options.key_scale, value_scale=options.value_scale
+        )
+
     def plan_decode(self, layer: Any, kv_cache: torch.Tensor, attn_metadata: RoseAttentionMetadata) -> None:
         """Work out what layers share of a step in which decode attention shall overlap the kernel before it.
 

@@ -16,12 +16,15 @@ from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.attention.audited_models import class_of
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
 from rose_backend.vllm_plugin.options import OTHER_DRAFTER, first_reason, has_eagle_head, has_other_drafter
+from rose_backend.vllm_plugin.plugin_logger import log_once
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
+EAGLE3_HEAD = "RoseEagle3LlamaForCausalLM"
 QWEN2_5_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 _TAKE_IMAGES = (QWEN2_5_VL, QWEN3_VL)
 DECODERS = {
@@ -34,11 +37,13 @@ DECODERS = {
 """vLLM's names, and Rose's for the same models with the standalone engine's layers."""
 MODEL_CLASSES = {
     GPT2: f"{_ROOM}.gpt2:{GPT2}",
+    EAGLE3_HEAD: f"{_ROOM}.eagle3:{EAGLE3_HEAD}",
     **{
         name: f"{_ROOM}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
         for vllms, name in DECODERS.items()
     },
 }
+_VLLMS_HEAD = "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"
 _ROSE_ARCHITECTURES = {"GPT2LMHeadModel": GPT2, **DECODERS}
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -101,6 +106,7 @@ def choose_model_class(
     if chosen == GPT2:
         return ModelChoice(chosen)
     if has_eagle_head(vllm_config):
+        _choose_head_class(vllm_config)
         _fuse_without_compiler(vllm_config)
     # There is nothing to compile: the loop over layers launches Rose's kernels.
     vllm_config.compilation_config.mode = CompilationMode.NONE
@@ -110,6 +116,40 @@ def choose_model_class(
         # vLLM's products launch it. It is one kernel so, and several torch operations where nothing is compiled.
         custom_ops.append("+quant_fp8")
     return ModelChoice(chosen)
+
+
+def _choose_head_class(vllm_config: VllmConfig) -> None:
+    """Point the configuration at Rose's class for its EAGLE head, if there is one, and take drafts from the head's own
+    vocabulary: vLLM would spread its logits over the model's first."""
+    speculative = vllm_config.speculative_config
+    draft_config = speculative.draft_model_config
+    if EAGLE3_HEAD in (draft_config.hf_config.architectures or ()):
+        return
+    reason = _why_head_stays(vllm_config)
+    if reason is not None:
+        log_once(f"The layers of the EAGLE head are vLLM's: {reason}")
+        return
+    draft_config.hf_config.architectures = [EAGLE3_HEAD]
+    if speculative.draft_sample_method == "greedy" and not speculative.enable_adaptive_verification:
+        speculative.use_local_argmax_reduction = True
+
+
+def _why_head_stays(vllm_config: VllmConfig) -> str | None:
+    """Return why vLLM's own class runs the EAGLE head; None if Rose's can."""
+    speculative = vllm_config.speculative_config
+    draft_config = speculative.draft_model_config
+    fields, architecture = draft_config.hf_config, draft_config.architecture
+    reasons = {
+        f"{architecture} is no EAGLE-3 head of a Llama's layer": class_of(architecture) != _VLLMS_HEAD
+        or architecture in draft_config.model_class_overrides,
+        "more than one layer": fields.num_hidden_layers != 1,
+        "parallel drafting": speculative.parallel_drafting,
+        "quantized weights": draft_config.quantization is not None,
+        "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+        "another output": bool(getattr(fields, "norm_output", False)),
+        "another activation than SiLU": fields.hidden_act != "silu",
+    }
+    return first_reason(reasons) or _why_config_differs(fields, takes_images=False)
 
 
 def _fuse_without_compiler(vllm_config: VllmConfig) -> None:

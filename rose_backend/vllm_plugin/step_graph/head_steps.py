@@ -4,7 +4,8 @@ vLLM has a graph of the head's first pass, over all tokens of a step, and one of
 end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
 each a place earlier, with the sampled one after those that were accepted. Between the two graphs vLLM's kernel
 prepares the later passes, and after them the drafts go from the head's rows to the requests' slots. Steps without
-drafts, where these may be left out, have the first pass alone, which keeps the head's K/V current.
+drafts, where these may be left out, keep the head's K/V current: by the first pass alone, or, with Rose's layer, by
+storing K/V without the rest of the pass.
 
 Whatever is written is vLLM's, at the addresses that its own steps use. Its kernels are launched for rows of padding,
 too, which vLLM leaves out: such a row has "rejected" -1 tokens, so that its only token lies after all others, where
@@ -23,6 +24,7 @@ from vllm.config import CUDAGraphMode
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.kernels.decode_step.ops import NO_SLOT
+from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.outputs import ReplayedBatch
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
@@ -45,7 +47,7 @@ def _first_pass_of(head: Any, num_requests: int, desc: Any, query_len: int) -> A
 
 
 class PlainHeadSteps(StepGraphs):
-    """Steps without drafts, each of whose requests gets one token, which an EAGLE head passes over, too.
+    """Steps without drafts, each of whose requests gets one token, which an EAGLE head of vLLM's passes over, too.
 
     Args:
         runner: as of ``StepGraphs``.
@@ -82,6 +84,35 @@ class PlainHeadSteps(StepGraphs):
     def _replay_end(self, batch: ReplayedBatch, end: str) -> None:
         super()._replay_end(batch, end)
         self._head.prefill_cudagraph_manager.run_fullgraph(self._first_passes[len(batch.request_ids)])
+
+
+class StoringHeadSteps(StepGraphs):
+    """Steps without drafts beside an EAGLE-3 head with Rose's layer.
+
+    Args:
+        runner: as of ``StepGraphs``.
+    """
+
+    _replays_prompts = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        (name,) = runner.speculator.draft_attn_layer_names
+        groups = runner.kv_cache_config.kv_cache_groups
+        (index,) = [index for index, group in enumerate(groups) if name in group.layer_names]
+        self._head_slots = runner.block_tables.slot_mappings[index]
+
+    def _end(self, end: End, _: None) -> torch.Tensor:
+        """Do what ``StepGraphs`` does, and store the head's keys and values."""
+        logits, size = super()._end(end, None), end[1]
+        head: RoseEagle3LlamaForCausalLM = self._runner.speculator.model
+        head.store(
+            self._tokens[:size],
+            self._inputs.positions[:size],
+            _hidden_states_for_head(self, size),
+            self._head_slots[:size],
+        )
+        return logits
 
 
 class HeadSteps(DraftSteps):

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, _extrapolate_fu
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
+from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
 from rose_backend.vllm_plugin.options import adapts_drafts, rose_options
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.addresses import (
@@ -25,7 +26,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
     which_graphs_hold,
 )
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
-from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps, StoringHeadSteps
 from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
@@ -86,9 +87,20 @@ def _make_steps(runner: Any) -> WholeSteps | AdaptiveSteps:
     is_head = type(runner.speculator) is EagleSpeculator
     without = None
     if adapts_drafts(runner.vllm_config):
-        without = PlainHeadSteps(runner) if is_head else StepGraphs(runner)
+        without = _plain_steps_kind(runner, is_head=is_head)(runner)
     with_all = HeadSteps(runner) if is_head else DraftSteps(runner)
     return with_all if without is None else AdaptiveSteps(without, with_all)
+
+
+def _plain_steps_kind(runner: Any, *, is_head: bool) -> type[StepGraphs]:
+    """Return the steps without drafts of an engine that leaves drafts out at times."""
+    if not is_head:
+        return StepGraphs
+    return (
+        StoringHeadSteps
+        if isinstance(runner.speculator.model, RoseEagle3LlamaForCausalLM)
+        else PlainHeadSteps
+    )
 
 
 def managers_of(runner: Any) -> list[Any]:
@@ -143,8 +155,9 @@ def _steps_of(runner: Any) -> WholeSteps | AdaptiveSteps | None:
             _drop_steps(manager)
             return _capture_steps(runner, steps.stream)
         # vLLM's own layers look their weights up when they are captured. By itself vLLM captures nothing again.
-        if (take_moved_weights := getattr(runner.model, "take_moved_weights", None)) is not None:
-            take_moved_weights()
+        for model in (runner.model, getattr(runner.speculator, "model", None)):
+            if (take_moved_weights := getattr(model, "take_moved_weights", None)) is not None:
+                take_moved_weights()
         CUDAGraphWrapper.clear_all_graphs()
         for each in managers_of(runner):
             each.release_graphs()

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder  # noqa: E402
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps  # noqa: E402
-from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps  # noqa: E402
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps, StoringHeadSteps  # noqa: E402
 from tests.support.vllm_plugin.draft_runner import DraftRequests, DraftRunner  # noqa: E402
 from tests.support.vllm_plugin.steady_runner import (  # noqa: E402
     GROUPS,
@@ -62,7 +62,10 @@ class Head(EagleSpeculator):  # type: ignore[misc]
         self.max_model_len, self.dp_size, self.dp_rank = max_model_len, 1, 0
         self.pcp_manager = self.eplb_state = self.draft_logits = self.acceptance_estimator = None
         self.use_local_argmax_reduction, self.supports_decode_metadata_update = False, True
-        self.model = SimpleNamespace(combine_hidden_states=self._combine, compute_logits=self._logits)
+        self.model = SimpleNamespace(
+            combine_hidden_states=self._combine, compute_logits=self._logits, store=self._store
+        )
+        self.draft_attn_layer_names = {"head"}
         size = len(runner.input_buffers.input_ids)
         self.hidden_states = torch.zeros(size, 1, dtype=torch.float64)
         self.temperature = torch.zeros(MAX_REQS)
@@ -141,6 +144,13 @@ class Head(EagleSpeculator):  # type: ignore[misc]
                     last[token], fed_back[token] = self._read(row, length)
         return last, fed_back
 
+    def _store(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        for slot, token, value in zip(slots.tolist(), token_ids.tolist(), hidden[:, 0].tolist(), strict=True):
+            if slot >= 0:
+                self.tokens[slot], self.values[slot] = token, int(value)
+
     def _read(self, row: int, length: int) -> tuple[int, int]:
         """Return the draft after what a row's first places have, and what the next pass is given."""
         size = self.runner.groups[0][0]
@@ -207,6 +217,12 @@ class HeadRunner(DraftRunner):
         self.block_tables.compute_slot_mappings = self._compute_slots  # type: ignore[attr-defined]
         self.req_states.next_prefill_tokens = torch.zeros(1, MAX_REQS, dtype=torch.int32)
         self.speculator: Any = Head(self, **of_head)
+        # The head's layer is in the first one.
+        names = [["model"] for _ in groups]
+        names[0] = ["model", "head"]
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(layer_names=each) for each in names]
+        )
         manager, run = self.cudagraph_manager, self.cudagraph_manager.run_fullgraph
         manager.aux_hidden_states = []  # type: ignore[attr-defined]
         if self.speculator.method == "eagle3":
@@ -420,11 +436,13 @@ def compare(
     synthetic: bool = False,
     max_model_len: int = MAX_LEN,
     share_turned: float = 0.0,
+    stores: bool = False,
 ) -> list[int]:
     """Take steps with requests that come and go, a scheduler that is a step ahead; return how many tokens rows got.
 
     Args:
         share_turned: of the steps, after which drafts are left out, or made again; if none, all have them.
+        stores: whether steps without drafts store what the head keeps without a pass.
     """
     of_head = {"share_right": share_right, "auxiliary": auxiliary, "max_model_len": max_model_len}
     runners = [
@@ -433,7 +451,8 @@ def compare(
     if synthetic:
         for runner in runners:
             runner.rejection_sampler.synthetic_conditional_rates = torch.full((num_drafts,), 0.7)
-    without = PlainHeadSteps(runners[0]) if share_turned else None
+    plain = StoringHeadSteps if stores else PlainHeadSteps
+    without = plain(runners[0]) if share_turned else None
     with_all, choose = HeadSteps(runners[0]), random.Random(seed)
     steps = with_all if without is None else AdaptiveSteps(without, with_all)
     now, num_replayed = num_drafts, {0: 0, num_drafts: 0}
