@@ -24,8 +24,11 @@ COST_PANELS = {
 COST_SIDES = {"stock": "vLLM", "rose_in_vllm": "Rose in vLLM", "rose_core": "Rose"}
 COST_FIGURE = "whole_block_us_per_row"
 GROUND = "#f7f7f4"
+DRAFT_SIDES = {"chosen": "drafts where they pay", "all": "drafts in all steps", "none": "no drafts"}
 COLOURS = {"Rose": "tab:red", "Rose in vLLM": "tab:orange", "vLLM": "tab:gray", "SGLang": "tab:blue"}
+COLOURS |= dict(zip(DRAFT_SIDES.values(), ("tab:red", "tab:orange", "tab:gray"), strict=True))
 MARKERS = {"Rose": "o", "Rose in vLLM": "s", "vLLM": "^", "SGLang": "D"}
+MARKERS |= dict(zip(DRAFT_SIDES.values(), ("o", "s", "^"), strict=True))
 
 Panel = tuple[dict[str, Any], dict[str, dict[str, list[float]]]]
 """Labels and scale of the axes; for each curve ``x``, the line, the edges of a band and, maybe, dots."""
@@ -256,6 +259,27 @@ def _starts(result: Result, name: str) -> dict[str, tuple[str, list[Panel | Bars
     return {name: (f"Seconds until an engine is ready, {devices}, medians", panels)}
 
 
+def _draft_changes(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
+    """Return tokens per second, and the share of steps with drafts, over the steps of a batch that changes its kind."""
+    settings, panels = result["settings"], []
+    for figure, label in {
+        "tokens_per_s": "tokens per second",
+        "with_drafts": "share of steps with drafts",
+    }.items():
+        curves = {}
+        for side, of_side in DRAFT_SIDES.items():
+            line = [point[figure] for point in result["sides"][side]]
+            steps = [point["step"] for point in result["sides"][side]]
+            curves[of_side] = {"x": steps, "line": line, "low": line, "high": line}
+        panels.append(({"xlabel": "decode step", "ylabel": label, "yscale": "linear"}, curves))
+    accepted = ", then ".join(f"{sum(rates):.1f}" for rates in result["rates"])
+    title = (
+        f"{settings['requests']} requests whose text changes every {settings['steps']} steps: of 3 drafts "
+        f"{accepted} are accepted\n{model_name(result)}, {result['device']}"
+    )
+    return {name: (title, panels)}
+
+
 def _results(result: Result) -> list[Result]:
     """Return the results that are drawn together, or the only one."""
     together: list[Result] = result.get("results", [result])
@@ -264,6 +288,7 @@ def _results(result: Result) -> list[Result]:
 
 DRAW: dict[str, Callable[[Result, str], dict[str, tuple[str, Any]]]] = {
     "block_manager": _costs,
+    "draft_changes": _draft_changes,
     "offline_compare": _throughput,
     "online_compare": _latencies,
     "start_up": _starts,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,8 +115,12 @@ def acceptance_rates(drafter: Mapping[str, Any]) -> list[float] | None:
     return [min(max(mean - place, 0.0), 1.0) for place in range(drafter["num_speculative_tokens"])]
 
 
-def accept_at(rates: Sequence[float]) -> None:
-    """Let engines of Rose without vLLM accept drafts at ``rates``, whatever they are, as vLLM's ``synthetic`` does."""
+def accept_at(rates: Iterable[Any]) -> None:
+    """Let engines of Rose without vLLM accept drafts at ``rates``, whatever they are, as vLLM's ``synthetic`` does.
+
+    Args:
+        rates: of each place; numbers, or a tensor on the engines' device, to which others may be written later.
+    """
     import torch
 
     from rose_backend.engine.drafts import Drafts

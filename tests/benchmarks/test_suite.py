@@ -192,6 +192,7 @@ SCRIPTS = [
     "kv_append",
     "offline_compare",
     "online_compare",
+    "draft_changes",
     "start_up",
     "loading",
     "step_profile",
