@@ -202,3 +202,11 @@ def test_no_half_prompt_overtakes_a_deferred_one() -> None:
     manager.commit(rows.astype(np.int64), counts, np.array([*STEM, 50]))
     _, counts, num_cached = admission.admit(20, 1)
     assert (counts.tolist(), num_cached) == ([1, 19], 6) and not admission.waiting
+
+
+@pytest.mark.parametrize(("budget", "num_admitted"), [(30, 2), (29, 1)])
+def test_a_whole_prompt_may_take_all_tokens_that_are_left(budget: int, num_admitted: int) -> None:
+    admission, _, processor = make(40, chunked_prefill=False)
+    queue(admission, processor, list(range(20)), list(range(50, 60)))
+    rows, counts, _ = admission.admit(budget, 0)
+    assert counts.tolist() == [20, 10][:num_admitted] and len(admission.waiting) == 2 - len(rows)
