@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -32,6 +34,12 @@ def test_a_killed_process_of_vllm(tiny_model_path: Path, tmp_path: Path, name: s
         server.wait_until_ready()
         family = family_of(server.process.pid)
         (engine,) = (each for each in family if each.name() == "VLLM::EngineCore")
+        # Stopped, it holds requests up, and serves them when it goes on.
+        engine.suspend()
+        with ThreadPoolExecutor() as pool:
+            held_up = pool.submit(server.post, "/v1/completions", model="tiny", prompt="Once", max_tokens=2)
+            engine.resume()
+            assert held_up.result().status_code == 200
         victim = next(each for each in family if each.name() == name) if name else family[0]
         body = {"model": "tiny", **LONG, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -45,7 +53,7 @@ def test_a_killed_process_of_vllm(tiny_model_path: Path, tmp_path: Path, name: s
                     got.extend(lines)
                 # vLLM's engine does not notice; its workers end with it.
                 engine.kill()
-        server.process.wait(HANG_S)
+        assert server.process.wait(HANG_S) == (0 if name else -signal.SIGKILL)
         assert not psutil.wait_procs(family, HANG_S)[1]
     finally:
         server.client.close()
