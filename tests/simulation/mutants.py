@@ -126,9 +126,8 @@ def planted(mistake: Planted, package: Path) -> Iterator[None]:
 
 def copy_tree(tree: Path) -> None:
     """Copy what the simulation and tests need of this tree."""
-    for name in ("rose_backend", "tests", "models"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=left_out)
 
 
 def look(mistake: Break | Planted, trees: list[Path], runs_tests: bool) -> dict[str, Any]:

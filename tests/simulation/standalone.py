@@ -405,6 +405,7 @@ class Simulation:
             return are_given
 
         def schedule_and_check(num_in_flight: int = 0) -> Step | None:
+            self._check_what_is_ahead()
             step = schedule(num_in_flight)
             if step is not None and not num_in_flight:
                 self._check_that_turns_come(scheduler)
@@ -415,6 +416,19 @@ class Simulation:
         scheduler._preempt = preempt_and_check  # type: ignore[method-assign]
         scheduler._give_turns = give_turns_and_check  # type: ignore[method-assign]
         scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
+
+    def _check_what_is_ahead(self) -> None:
+        """Count again, slot by slot, the tokens and drafts of steps in flight."""
+        state, num_tokens, num_drafts = self._core._state, Counter[int](), Counter[int]()
+        for step in self._core._pipeline._in_flight:
+            batch = step.batch
+            slots = batch.slots[state.generation[batch.slots] == batch.generations].tolist()
+            num_tokens.update(slots)
+            decodes = set(batch.decode_slots.tolist()) & set(slots)
+            num_drafts.update(dict.fromkeys(decodes, step.num_drafts))
+        for slot in self._core._scheduler.running_slots.tolist():
+            assert state.num_unread_tokens[slot] == num_tokens[slot], "tokens of steps in flight"
+            assert state.num_drafts_ahead[slot] == num_drafts[slot], "drafts of steps in flight"
 
     def _watch_steps(self, pipeline: StepPipeline) -> None:
         """Check that as many steps are in flight as may be, and one more only where first tokens follow a pass."""
