@@ -38,6 +38,8 @@ MAX_SILENCE_S = 300.0
 """A kernel takes seconds: if none is finished for this long, something hangs, and the start continues without them."""
 COMPILES_ALONE = "kernels are compiled one after the other, in this process"
 """What is logged when other processes could not compile them."""
+_BYTES_TRIED = 1 << 20
+"""An empty file can still be made where a disk is full."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _START_SERVER = (
     "import sys; sys.path[:] = filter(None, sys.path); "
@@ -190,7 +192,7 @@ class CompleteStarts:
 
 
 def check_cache_is_writable() -> None:
-    """Check that Triton can write into its cache.
+    """Check that Triton can write into its cache, and that its disk is not full.
 
     Raises:
         ConfigError: it cannot.
@@ -198,8 +200,9 @@ def check_cache_is_writable() -> None:
     directory = cache_directory()
     try:
         os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(_BYTES_TRIED))
+            file.flush()
     except OSError as error:
         raise ConfigError(
             f"TRITON_CACHE_DIR: got {directory!r}, a folder that can be written is needed: some kernels have to be "

@@ -42,6 +42,14 @@ def test_a_long_row_holds_a_window_only() -> None:
     assert manager.group_block_ids(row, slice(0, 15))[1][:, :13].tolist() == [[0] * 13] * 2
 
 
+def test_what_the_windows_of_several_rows_have_passed_makes_room_for_them() -> None:
+    manager = make_types(FULL, GroupType(6), num_blocks=17)
+    rows = np.array([admit(manager, range(first, first + 16), at_once=4)[0] for first in (0, 100)])
+    # Four columns of each row, three of its window, of which it has passed one.
+    assert manager.num_free_blocks == 16 - 2 * (4 + 3)
+    assert manager.reserve(rows, np.array([4, 4])).ok and manager.num_free_blocks == 0
+
+
 def test_what_a_window_has_passed_is_found_until_it_is_taken() -> None:
     manager = make_types(FULL, GroupType(6))
     admit(manager, range(40), at_once=4)

@@ -78,6 +78,16 @@ def test_lookup_with_hashes_hashes_nothing_and_finds_the_same(monkeypatch: pytes
     assert manager.match(prompt, block_hashes=others).num_tokens == 0
 
 
+def test_blocks_with_equal_digests_are_found_for_their_own_tokens_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PrefixHasher, "chain_digest", lambda hasher, parent, tokens: bytes(32))
+    manager = make()
+    admit(manager, list(range(4)))
+    assert num_found(manager, list(range(5))) == 4
+    assert num_found(manager, list(range(50, 55))) == 0
+
+
 @pytest.mark.parametrize("first, second", [(7, 50), (50, 7)])
 @pytest.mark.parametrize("num_others", [1, 7, 20])
 def test_of_equal_growing_blocks_the_oldest_is_found_whatever_its_id(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -200,6 +201,11 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     ):
         check_cache_is_writable()
     CompleteStarts("gpt2").note([])  # a start that has everything does not need it
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    full = io.BufferedWriter(io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr(compilation_pool.tempfile, "TemporaryFile", lambda dir: full)
+    with pytest.raises(ConfigError, match=r"TRITON_CACHE_DIR: .* \(No space left on device\)$"):
+        check_cache_is_writable()
 
 
 def test_compilations_are_seen_inside_the_block_only(

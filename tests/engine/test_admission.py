@@ -202,3 +202,23 @@ def test_no_half_prompt_overtakes_a_deferred_one() -> None:
     manager.commit(rows.astype(np.int64), counts, np.array([*STEM, 50]))
     _, counts, num_cached = admission.admit(20, 1)
     assert (counts.tolist(), num_cached) == ([1, 19], 6) and not admission.waiting
+
+
+@pytest.mark.parametrize(("budget", "num_admitted"), [(30, 2), (29, 1)])
+def test_a_whole_prompt_may_take_all_tokens_that_are_left(budget: int, num_admitted: int) -> None:
+    admission, _, processor = make(40, chunked_prefill=False)
+    queue(admission, processor, list(range(20)), list(range(50, 60)))
+    rows, counts, _ = admission.admit(budget, 0)
+    assert counts.tolist() == [20, 10][:num_admitted] and len(admission.waiting) == 2 - len(rows)
+
+
+def test_nobody_is_looked_up_again_for_a_turn_before_something_is_free() -> None:
+    admission, manager, processor = make(40, max_num_seqs=2)
+    for tenant in (b"a", b"b"):
+        queue(admission, processor, [1, 2, 3], [4, 5, 6], tenant=tenant)
+    slots, _, _ = admission.admit(64, 0)
+    assert len(slots) == len(admission.waiting) == 2
+    assert admission.may_admit(2) and not len(admission.admit(64, 2)[0])
+    assert not admission.may_admit(2)
+    manager.free(slots[:1].astype(np.int64))
+    assert admission.may_admit(1)

@@ -120,6 +120,18 @@ def test_a_step_of_decodes_and_prompts_never_exceeds_the_budget(
     assert any(step.num_decodes == 14 and step.num_new_tokens.sum() == 20 for step in beside)
 
 
+def test_a_prompt_waits_where_decodes_fill_the_budget(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
+) -> None:
+    # Four completions of the first prompt begin to decode when the second one has computed a token.
+    llm = make_llm(max_num_batched_tokens=4, max_num_seqs=8, prefix_cache=False)
+    llm.core._scheduler._prompts_first = False
+    recorded = steps(llm)
+    llm.generate([[9] * 3, [8] * 20], [replace(GREEDY, temperature=1.0, n=4, max_tokens=6), GREEDY])
+    counts = [step.num_new_tokens.tolist() for step in recorded]
+    assert counts[:2] == [[1, 3], [1, 1, 1, 1]] and max(map(sum, counts)) == 4
+
+
 def test_prompt_of_one_token_takes_the_decode_path(
     make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
@@ -103,24 +104,37 @@ def test_a_full_queue_is_told_to_come_back(tiny_model_path: Path, in_two: bool) 
         assert server.complete(prompt="a", max_tokens=2).status_code == 200
 
 
-def test_after_the_engine_has_died(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        KeyError("cmpl-another-clients-request"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_after_the_engine_has_died(
+    tiny_model_path: Path, caplog: pytest.LogCaptureFixture, failure: Exception
+) -> None:
     # On a CPU, which is slow enough for an answer to have begun by then.
     with running_server(tiny_model_path, device="cpu") as server:
         step = server.core.step
 
         def fail_later() -> Any:
             if server.core.stats.generated_tokens >= 5:
-                raise KeyError("cmpl-another-clients-request")
+                raise failure
             return step()
 
         server.core.step = fail_later  # type: ignore[method-assign]
         with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             events = [line for line in answer.iter_lines() if line]
+        *pieces, error = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         assert events[-1] == "data: [DONE]"
-        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        # Nobody can take it for a whole answer.
+        assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
+        error = error["error"]
         # Whatever the step failed with, it may be about another client.
         assert error["message"] == "the engine has stopped; the server's log has the reason"
-        assert "KeyError: 'cmpl-another-clients-request'" in caplog.text
+        assert f"{type(failure).__name__}: {failure}" in caplog.text
         assert (error["type"], error["code"]) == ("server_error", "engine_dead")
         for answer in (server.http.get("/health"), server.complete(prompt="a")):
             assert answer.status_code == 503 and error_of(answer)["code"] == "engine_dead"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -44,13 +46,19 @@ def run(*argv: str) -> int:
 @contextmanager
 def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start ``rose serve`` and wait until it says that it is ready."""
-    # Like the console script: without the current directory on the path.
-    command = [sys.executable, "-P", "-m", "rose_backend.cli", "serve", *argv]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file, env={**os.environ, **environment})
-    try:
+    with log.open("wb") as file, launched(file, *argv, **environment) as process:
         wait_until(lambda: " serving " in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
+        yield process
+
+
+@contextmanager
+def launched(log: BinaryIO, *argv: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``rose serve``; kill it at the end."""
+    # Like the console script: without the current directory on the path.
+    command = [sys.executable, "-P", "-m", "rose_backend.cli", "serve", *argv]
+    process = subprocess.Popen(command, stderr=log, env={**os.environ, **environment})
+    try:
         yield process
     finally:
         process.kill()
@@ -113,6 +121,84 @@ def test_imports_and_the_end_of_the_engine_process(
         process.wait()
         wait_until(lambda: not is_alive(child))
     assert not (tmp_path / "safetensors").exists() and not (tmp_path / "triton").exists()
+
+
+def client_of(path: Path) -> httpx.Client:
+    """Return a client of the server on a Unix socket."""
+    transport = httpx.HTTPTransport(uds=str(path))
+    return httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S)
+
+
+def engine_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the process id of a server's engine."""
+    (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    return child
+
+
+def test_a_killed_server_leaves_no_process_and_its_successor_serves(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    log, path = tmp_path / "log", tmp_path / "socket"
+    options = (str(tiny_model_path), "--uds", str(path), "--num-blocks", "100", "--max-num-seqs", "1")
+    # One after the other, so that they are still running whenever the signals come.
+    body, got = {**LONG, "prompt": ["Once"] * 16, "stream": True}, list[str]()
+    with serving(log, *options) as process, client_of(path) as client:
+        engine = engine_of(process)
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            got.append(next(lines))
+            process.kill()
+            with pytest.raises(httpx.RemoteProtocolError):
+                got.extend(lines)
+        wait_until(lambda: not is_alive(engine))
+    # Nobody can take it for a whole answer.
+    events = [line.removeprefix("data: ") for line in got if line]
+    assert all(json.loads(event)["choices"][0]["finish_reason"] is None for event in events)
+    assert path.is_socket(), "left over"
+    with serving(log, *options) as process, client_of(path) as client:
+        engine = engine_of(process)
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/health").status_code == 503)
+            process.send_signal(signal.SIGTERM)
+            *_, error, end = [line for line in lines if line]
+        assert "the engine has stopped" in error and end == "data: [DONE]"
+        assert process.wait(HANG_S) == 0
+        wait_until(lambda: not is_alive(engine))
+    assert not path.exists()
+
+
+def test_a_full_disk_for_the_log_and_used_up_descriptors(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    options = (str(tiny_model_path), "--uds", str(path), "--num-blocks", "100")
+
+    def is_ready() -> bool:
+        return path.exists() and client.get("/health").status_code == 200
+
+    with (
+        open("/dev/full", "wb") as log,
+        launched(log, *options) as process,
+        client_of(path) as client,
+    ):
+        wait_until(lambda: process.poll() is not None or is_ready())
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            files = {int(entry.name) for entry in Path(f"/proc/{process.pid}/fd").iterdir()}
+            num_files = min(set(range(len(files) + 1)) - files)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_files, limits[1]))
+            # New clients are turned away, others are served on.
+            with client_of(path) as other, pytest.raises(httpx.TransportError):
+                other.get("/health")
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+            *_, last, end = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert end == "data: [DONE]"
+        with client_of(path) as other:
+            assert other.get("/health").status_code == 200
 
 
 def test_a_unix_socket_works_again_and_again(tiny_model_path: Path, tmp_path: Path) -> None:

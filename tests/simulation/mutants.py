@@ -4,8 +4,9 @@
 
 Without ``--by-hand`` a seed chooses among the small changes of ``tests.support.breaks``, at most one of a line; with it
 they are those of ``PLANTED``. Each is made in a copy of this tree, where both hosts are simulated over a fixed
-number of engine steps. Results are written after each; the same command goes on where it was interrupted. ``--tests``
-also runs the tests that are closest to each change, as ``tests.support.breaks`` does, and notes which finds it.
+number of engine steps. Results are written after each; the same command goes on where it was interrupted. With
+``--tests``, where the simulation finds nothing, the tests that are closest to a change are run, as by
+``tests.support.breaks``.
 """
 
 from __future__ import annotations
@@ -125,9 +126,8 @@ def planted(mistake: Planted, package: Path) -> Iterator[None]:
 
 def copy_tree(tree: Path) -> None:
     """Copy what the simulation and tests need of this tree."""
-    for name in ("rose_backend", "tests", "models"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=left_out)
 
 
 def look(mistake: Break | Planted, trees: list[Path], runs_tests: bool) -> dict[str, Any]:
@@ -137,8 +137,14 @@ def look(mistake: Break | Planted, trees: list[Path], runs_tests: bool) -> dict[
         made = planted if isinstance(mistake, Planted) else applied
         with made(mistake, tree / "rose_backend"):  # type: ignore[operator]
             result = simulate(tree)
-        if runs_tests and isinstance(mistake, Break):
-            result["test"] = look_for(mistake, tree, 120)["test"]
+        if runs_tests and result["result"] == "missed" and isinstance(mistake, Break):
+            looked = look_for(mistake, tree, 120)
+            if looked["result"] == "found":
+                result = {
+                    "result": "found",
+                    "by": looked["test"],
+                    "seconds": result["seconds"] + looked["seconds"],
+                }
     finally:
         trees.append(tree)
     return (mistake._asdict() if isinstance(mistake, Planted) else asdict(mistake)) | result
@@ -155,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="where results go, and what is not repeated")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none afterwards")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--tests", action="store_true", help="run today's tests, too")
+    parser.add_argument("--tests", action="store_true", help="run tests, too, for what is missed")
     options = parser.parse_args(arguments)
     end = time.monotonic() + 60 * options.minutes
     mistakes: list[Any] = list(PLANTED) if options.by_hand else choose(options.seed, options.count)

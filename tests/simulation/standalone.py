@@ -31,6 +31,7 @@ from rose_backend.engine.request import Completion, Request
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.scheduler import Scheduler, Step
 from rose_backend.engine.startup import LoadedModel
+from rose_backend.engine.step_pipeline import SampledTokens, StepPipeline
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.turns import MAX_TURNS_GIVEN, PATIENCE, counts_as_overtaking
 from rose_backend.errors import EngineDeadError
@@ -344,6 +345,7 @@ class Simulation:
             self._core = EngineCore(config, output_handler=handler if settings.is_online else None)
         self.device.answer_of = self._answer_of
         self._watch_turns(self._core._scheduler)
+        self._watch_steps(self._core._pipeline)
         self._match = self._core.manager.match
         self._core.manager.match = self._checked_match  # type: ignore[method-assign]
 
@@ -403,6 +405,7 @@ class Simulation:
             return are_given
 
         def schedule_and_check(num_in_flight: int = 0) -> Step | None:
+            self._check_what_is_ahead()
             step = schedule(num_in_flight)
             if step is not None and not num_in_flight:
                 self._check_that_turns_come(scheduler)
@@ -413,6 +416,33 @@ class Simulation:
         scheduler._preempt = preempt_and_check  # type: ignore[method-assign]
         scheduler._give_turns = give_turns_and_check  # type: ignore[method-assign]
         scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
+
+    def _check_what_is_ahead(self) -> None:
+        """Count again, slot by slot, the tokens and drafts of steps in flight."""
+        state, num_tokens, num_drafts = self._core._state, Counter[int](), Counter[int]()
+        for step in self._core._pipeline._in_flight:
+            batch = step.batch
+            slots = batch.slots[state.generation[batch.slots] == batch.generations].tolist()
+            num_tokens.update(slots)
+            decodes = set(batch.decode_slots.tolist()) & set(slots)
+            num_drafts.update(dict.fromkeys(decodes, step.num_drafts))
+        for slot in self._core._scheduler.running_slots.tolist():
+            assert state.num_unread_tokens[slot] == num_tokens[slot], "tokens of steps in flight"
+            assert state.num_drafts_ahead[slot] == num_drafts[slot], "drafts of steps in flight"
+
+    def _watch_steps(self, pipeline: StepPipeline) -> None:
+        """Check that as many steps are in flight as may be, and one more only where first tokens follow a pass."""
+        advance, depth = pipeline.advance, self.settings.run_ahead
+
+        def advance_and_check(num_unchecked: int = 0) -> Iterator[SampledTokens] | None:
+            was_full, num_steps = pipeline.num_in_flight > depth, pipeline.counters.steps
+            tokens = advance(num_unchecked)
+            if pipeline.counters.steps > num_steps:
+                assert not was_full, "a step too many is started"
+                assert tokens is None or pipeline.num_in_flight >= depth, "a step is read too early"
+            return tokens
+
+        pipeline.advance = advance_and_check  # type: ignore[method-assign]
 
     def _check_that_turns_come(self, scheduler: Scheduler) -> None:
         """Check that no tenant waits without a slot where another one has slots to give, and blocks are plenty."""

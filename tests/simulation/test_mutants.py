@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,21 @@ def test_a_seed_chooses_the_same_changes_of_different_lines() -> None:
     chosen = mutants.choose(3, 40)
     assert chosen == mutants.choose(3, 40) != mutants.choose(4, 40)
     assert len({(each.file, each.number) for each in chosen}) == 40
+
+
+def test_what_is_known_to_be_missed_changes_nothing() -> None:
+    known = json.loads((Path(mutants.__file__).parent / "found_mutants.json").read_text(encoding="utf-8"))
+    assert sorted(each["why"] for each in known["by_hand"]) == sorted(each.why for each in PLANTED)
+    assert len(known["seed_0"]) == 100
+    for each in (*known["by_hand"], *known["seed_0"]):
+        if each["result"] == "missed":
+            assert each["note"].startswith("equivalent: "), each
+        else:
+            assert each["result"] == "found"
+            # By the simulation of a host, or by a test.
+            if "host" not in each:
+                path, name = each["by"].split("[")[0].split("::")[:2]
+                assert name in (ROOT / path).read_text(encoding="utf-8"), each
 
 
 def test_a_planted_mistake_is_found_and_mended(tmp_path: Path) -> None:
