@@ -33,6 +33,9 @@ LOOKUP_METHODS = (*NGRAM_METHODS, "suffix")
 EAGLE_METHODS = ("eagle", "eagle3")
 """Methods whose drafter is a few layers that read the model's hidden states; their K/V is in the same blocks."""
 
+DRAFT_MODEL = "draft_model"
+"""Method whose drafter is a model by itself."""
+
 OTHER_DRAFTER = "a drafter with a model other than an EAGLE head"
 """Reason why a part is inactive beside other methods."""
 
@@ -121,6 +124,14 @@ def has_eagle_head(vllm_config: VllmConfig) -> bool:
     """Whether drafts come from an EAGLE head."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in EAGLE_METHODS
+
+
+def has_mtp_module(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from one MTP module, which runs as an EAGLE head does; Gemma 4's has no K/V of its own."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "mtp":
+        return False
+    return not (speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp())
 
 
 def has_other_drafter(vllm_config: VllmConfig) -> bool:
@@ -213,10 +224,10 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
+    is_served = speculative.method in (*NGRAM_METHODS, *EAGLE_METHODS, DRAFT_MODEL)
     reasons = {
-        # Some of the others take more room in a step than they have drafts.
-        "drafts other than n-grams or an EAGLE head's": speculative.method
-        not in (*NGRAM_METHODS, *EAGLE_METHODS),
+        # Not tried.
+        "drafts other than n-grams, a model's or a head's": not is_served and not has_mtp_module(vllm_config),
         # It drops drafts from a step, in the scheduler's own output.
         "drafts with model runner V1": not vllm_config.use_v2_model_runner,
         "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,
@@ -245,6 +256,8 @@ def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:
         # Ranks would choose apart.
         "drafts with data parallelism": vllm_config.parallel_config.data_parallel_size > 1,
         "enable_adaptive_verification": speculative.enable_adaptive_verification,
+        # Whatever is asked for, it makes all drafts in each step.
+        "a draft model": speculative.method == DRAFT_MODEL,
     }
     return why_decodes_go_one_by_one(vllm_config) or first_reason(reasons)
 

@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from rose_backend.conformance.block_manager.pretended_model import expected_output
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
+from tests.gpu_matrix.drafters import write_with_mtp_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.support.vllm_plugin.configs import EVENTS, MakeConfig, connector
@@ -252,12 +253,12 @@ def test_steps_of_drafts_are_no_longer_than_workers_take(make_config: MakeConfig
     pair = make_pair(make_config, "async", **draft(), **{**ROOMY, "max_num_batched_tokens": 40})
     for side in pair.sides:
         side.scheduler.max_num_scheduled_tokens, side.scheduler._may_split = 400, False
-    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 3, 20 + 2 * i) for i in range(12)))
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 2, 20 + 2 * i) for i in range(12)))
     pair.step()
     assert len(pair.scheduler.running) == 12
     while pair.is_busy:
         pair.step()
-    # Of no more than ten requests.
+    # Of no more than ten requests, or eight with an input more than tokens.
     assert pair.num_batched_steps > 0
 
 
@@ -393,21 +394,33 @@ Drafting = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def model_with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Drafting:
+    """Return ``drafting`` of a head, which writes behind a step's tokens and reads one ahead."""
     path = write_checkpoint(tmp_path_factory.mktemp("model"), "llama", hidden_size=128)
     write_eagle3_drafter(path, NUM_DRAFTS)
-    return path
+    return partial(drafting, model=path, drafter={"method": "eagle3", "model": str(path / "head")})
+
+
+@pytest.fixture(params=["n-grams", "EAGLE-3", "draft model"])
+def draft(request: pytest.FixtureRequest, tiny_model_path: Path) -> Drafting:
+    """Return ``drafting`` of each drafter: a model has one more input than tokens, and reads nothing ahead."""
+    if request.param == "draft model":
+        return partial(drafting, drafter={"method": "draft_model", "model": str(tiny_model_path)})
+    return request.getfixturevalue("eagle3") if request.param == "EAGLE-3" else drafting
 
 
 @pytest.fixture(params=["n-grams", "EAGLE-3"])
-def draft(request: pytest.FixtureRequest) -> Drafting:
-    """Return ``drafting`` of each drafter: a head writes behind a step's tokens, and reads one ahead."""
-    is_head = request.param == "EAGLE-3"
-    return partial(drafting, model=request.getfixturevalue("model_with_head") if is_head else None)
+def draft_or_not(request: pytest.FixtureRequest) -> Drafting:
+    """Return ``drafting`` of each drafter whose drafts may be left out."""
+    return request.getfixturevalue("eagle3") if request.param == "EAGLE-3" else drafting
+
+
+def is_head(drafter: dict[str, Any]) -> bool:
+    return drafter["worker_options"].get("drafter_reads_ahead", False)
 
 
 def skip_if_refused(name: str, drafter: dict[str, Any]) -> None:
-    if name == "events" and "model" in drafter and hasattr(VllmConfig, "num_hash_lookahead_tokens"):
+    if name == "events" and is_head(drafter) and hasattr(VllmConfig, "num_hash_lookahead_tokens"):
         pytest.skip("refused beside a head: from 0.33 on hashes of blocks depend on tokens behind them")
 
 
@@ -417,6 +430,16 @@ def skip_if_refused(name: str, drafter: dict[str, Any]) -> None:
 def test_every_step_and_output_with_drafts_is_vllms(
     make_config: MakeConfig, draft: Drafting, name: str, depth: str
 ) -> None:
+    run_with_drafts(make_config, draft, name, depth)
+
+
+def test_every_step_and_output_with_an_mtp_module_is_vllms(make_config: MakeConfig, tmp_path: Path) -> None:
+    draft = partial(drafting, model=write_with_mtp_head(tmp_path), drafter={"method": "mtp"})
+    run_with_drafts(make_config, draft, "tight", "async")
+
+
+def run_with_drafts(make_config: MakeConfig, draft: Drafting, name: str, depth: str) -> None:
+    """Run random traffic through both schedulers, of a case of ``DRAFTED``."""
     options = {"max_num_batched_tokens": 100, **DRAFTED[name][0]}
     num_drafts = {"one draft": 1, "15 drafts": 15}.get(name, NUM_DRAFTS)
     depth, _, variant = depth.partition(", ")
@@ -435,13 +458,13 @@ def test_every_step_and_output_with_drafts_is_vllms(
     worker, stats = pair.stock.worker, pair.stock.manager.stats
     assert (worker.num_accepted > 400) == (name != "all wrong")
     # Drafts behind the end of a text, and of prompts that are padded with them, are wrong. A head leaves two tokens of
-    # a prompt that is found, and needs more blocks.
-    is_head = "model" in drafter
-    assert worker.num_rejected > ((10 if is_head else 50) if name == "all right" else 200)
+    # a prompt that is found. Drafters with K/V of their own need more blocks.
+    has_head, has_cache = is_head(drafter), "num_lookahead" in drafter["worker_options"]
+    assert worker.num_rejected > ((10 if has_head else 50) if name == "all right" else 200)
     assert options["num_blocks"] >= 40 or pair.stock.num_preemptions > 5
     if options.get("enable_prefix_caching", True):
         assert min(stats.hit_tokens, stats.partial_hits, stats.clones) > 0, stats
-    assert pair.num_batched_steps > (10 if is_head else 20)
+    assert pair.num_batched_steps > (10 if has_cache else 20)
     assert (pair.num_split_steps > 25) == (name != "both")
     # Metrics of a request are counted by vLLM's code, request by request.
     has_fast_outputs = variant != "metrics of requests"
@@ -479,11 +502,11 @@ class ChosenDrafts:
     [(name, depth) for name, (_, depths) in DRAFTED.items() for depth in depths if "," not in depth],
 )
 def test_drafts_come_and_go_as_in_vllm(
-    make_config: MakeConfig, draft: Drafting, name: str, depth: str
+    make_config: MakeConfig, draft_or_not: Drafting, name: str, depth: str
 ) -> None:
     options = {"max_num_batched_tokens": 100, **DRAFTED[name][0]}
     num_drafts = {"one draft": 1, "15 drafts": 15}.get(name, NUM_DRAFTS)
-    drafter = draft(num_drafts, SHARES_RIGHT.get(name, 0.7))
+    drafter = draft_or_not(num_drafts, SHARES_RIGHT.get(name, 0.7))
     skip_if_refused(name, drafter)
     pair = make_pair(make_config, depth, **drafter, **options)
     chosen = ChosenDrafts(num_drafts)
@@ -509,9 +532,9 @@ def test_drafts_come_and_go_as_in_vllm(
     assert chosen.accepted and chosen.timed == {0, num_drafts}
 
 
-def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft: Drafting) -> None:
+def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft_or_not: Drafting) -> None:
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
-    simulation = make_simulation(make_config, depth=2, **draft(), **options)
+    simulation = make_simulation(make_config, depth=2, **draft_or_not(), **options)
     scheduler = simulation.scheduler
     chosen = ChosenDrafts(NUM_DRAFTS)
     scheduler._draft_depth, chosen.chosen = chosen, 0
@@ -544,7 +567,7 @@ def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft: 
 @pytest.mark.parametrize(("share_right", "expected"), [(1.0, NUM_DRAFTS), (0.0, 0)])
 def test_drafts_are_made_where_they_pay(
     make_config: MakeConfig,
-    draft: Drafting,
+    draft_or_not: Drafting,
     monkeypatch: pytest.MonkeyPatch,
     share_right: float,
     expected: int,
@@ -555,7 +578,7 @@ def test_drafts_are_made_where_they_pay(
     Also where vLLM's code processes the tokens of each request, and more requests wait than there is room for.
     """
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY}
-    simulation = make_simulation(make_config, depth=2, **draft(share_right=share_right), **options)
+    simulation = make_simulation(make_config, depth=2, **draft_or_not(share_right=share_right), **options)
     scheduler, now = simulation.scheduler, 0.0
     monkeypatch.setattr("rose_backend.vllm_plugin.scheduler.scheduler.time.perf_counter", lambda: now)
     update, depths = scheduler.update_from_output, list[int]()
@@ -580,13 +603,11 @@ def test_drafts_are_made_where_they_pay(
 
 
 def test_drafts_that_nobody_can_look_up_are_tried_now_and_then(
-    make_config: MakeConfig, model_with_head: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, eagle3: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that is never right, and from some token on always; verifying takes twice as long."""
     options = {"additional_config": {"rose": {"adaptive_drafts": True}}, **ROOMY, "num_blocks": 500}
-    simulation = make_simulation(
-        make_config, depth=2, **drafting(share_right=0.0, model=model_with_head), **options
-    )
+    simulation = make_simulation(make_config, depth=2, **eagle3(share_right=0.0), **options)
     scheduler, now, depths = simulation.scheduler, 0.0, list[int]()
     # Nobody looks n-grams up in their place.
     assert scheduler._shadow_drafts is None
@@ -613,10 +634,10 @@ def test_drafts_that_nobody_can_look_up_are_tried_now_and_then(
 
 
 def test_heads_make_no_drafts_that_no_request_of_a_step_uses(
-    make_config: MakeConfig, model_with_head: Path
+    make_config: MakeConfig, eagle3: Drafting
 ) -> None:
     """As vLLM's scheduler says from 0.33 on of what it schedules itself, here only prompts."""
-    simulation = make_simulation(make_config, depth=2, **drafting(model=model_with_head), **ROOMY)
+    simulation = make_simulation(make_config, depth=2, **eagle3(), **ROOMY)
     scheduler, unused = simulation.scheduler, {"a", "b", "unused"}
     scheduler.can_skip_drafts, schedule = True, Scheduler.schedule
     scheduler._drafts_unused = lambda request, *counts: request.request_id in unused

@@ -217,6 +217,7 @@ def test_drafts_may_be_left_out(
     assert not adapts_drafts(config) and why_drafts_are_fixed(config) in (None, reason)
 
 
+OTHER_DRAFTS = "drafts other than n-grams, a model's or a head's"
 DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
     "n-grams": ({}, True, True, None),
     "model runner V1": ({}, False, True, "drafts with model runner V1"),
@@ -229,7 +230,11 @@ DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
         True,
         "num_speculative_tokens_per_batch_size",
     ),
-    "a model's": ({"method": "draft_model"}, True, True, "drafts other than n-grams or an EAGLE head's"),
+    "a model's": ({"method": "draft_model"}, True, True, None),
+    "an MTP module's": ({"method": "mtp"}, True, True, None),
+    "of two MTP modules": ({"method": "mtp", "num_modules": 2}, True, True, OTHER_DRAFTS),
+    "of Gemma 4's MTP module": ({"method": "mtp", "model_type": "gemma4_mtp"}, True, True, OTHER_DRAFTS),
+    "suffixes": ({"method": "suffix"}, True, True, OTHER_DRAFTS),
 }
 """Options of drafts, whether the model runner is V2, whether steps overlap, and why decodes go one by one."""
 
@@ -238,22 +243,36 @@ DRAFTS_AT_ONCE: dict[str, tuple[dict[str, Any], bool, bool, str | None]] = {
 def test_which_drafts_are_scheduled_at_once(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path, case: str
 ) -> None:
-    drafts, is_v2, is_async, reason = DRAFTS_AT_ONCE[case]
-    if drafts.get("method") == "draft_model":
-        drafts = {**drafts, "model": str(tiny_model_path), "num_speculative_tokens": 2}
-    else:
-        drafts = n_grams(method="ngram_gpu") | drafts
+    options, is_v2, is_async, reason = DRAFTS_AT_ONCE[case]
+    method = options.get("method", "ngram_gpu")
+    drafts = n_grams(method="ngram_gpu") | {
+        name: options[name] for name in options if name.startswith("num_spec")
+    }
+    if method == "draft_model":
+        drafts = {"method": method, "model": str(tiny_model_path), "num_speculative_tokens": 2}
     config = make_config(speculative_config=drafts, **AUTO_BUDGET)
     monkeypatch.setattr(type(config), "use_v2_model_runner", is_v2)
     config.scheduler_config.async_scheduling = is_async
+    speculative = config.speculative_config
+    drafter = speculative.draft_model_config.hf_config
+    for owner, name, value in (
+        (speculative, "method", method),
+        (drafter, "num_nextn_predict_layers", options.get("num_modules", 1)),
+        (drafter, "model_type", options.get("model_type", drafter.model_type)),
+    ):
+        monkeypatch.setattr(owner, name, value, raising=False)
     line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
     assert f"decodes scheduled {'one by one' if reason else 'at once'};" in line
-    names = ("batched_scheduling", "step_budget", "adaptive_drafts")
-    assert [idle_parts(line).get(name) for name in names] == [reason] * 3
-    assert batches_decode_steps(config) is adapts_drafts(config) is (reason is None)
+    # A draft model makes all drafts in each step.
+    why_fixed = reason or ("a draft model" if method == "draft_model" else None)
+    idle = idle_parts(line)
+    assert [idle.get(name) for name in ("batched_scheduling", "step_budget")] == [reason] * 2
+    assert idle.get("adaptive_drafts") == why_fixed == why_drafts_are_fixed(config)
+    assert batches_decode_steps(config) is (reason is None)
+    assert adapts_drafts(config) is (why_fixed is None)
     for method in ("eagle", "eagle3"):
-        monkeypatch.setattr(config.speculative_config, "method", method)
-        of_heads = None if case == "a model's" else reason
+        monkeypatch.setattr(speculative, "method", method)
+        of_heads = None if reason == OTHER_DRAFTS else reason
         assert batches_decode_steps(config) is adapts_drafts(config) is (of_heads is None)
 
 

@@ -100,6 +100,7 @@ from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as ar
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
@@ -849,6 +850,23 @@ def test_configuration_names_what_speculation_needs() -> None:
     assert "attention_chunk_size" in inspect.getsource(ModelConfig), (
         "chunked local attention would go unnoticed"
     )
+    for name in ("use_multi_module_mtp", "use_gemma4_mtp"):
+        assert callable(getattr(SpeculativeConfig, name)), f"SpeculativeConfig has no {name}"
+
+
+def test_a_draft_model_takes_inputs_of_a_step_beside_its_tokens() -> None:
+    """See ``BatchedScheduling._num_inputs``."""
+    assert isinstance(SpeculativeConfig.max_num_new_slots_for_drafting, property)
+    schedule = inspect.getsource(Scheduler.schedule)
+    for line in (
+        "draft_slots = spec.max_num_new_slots_for_drafting if spec is not None else 0",
+        "input_budget = self.scheduler_config.max_num_batched_tokens",
+        "input_budget -= num_new_tokens + draft_slots",
+    ):
+        assert line in schedule
+    # What it makes is not asked how many are wanted (``why_drafts_are_fixed``).
+    propose = inspect.getsource(StandaloneARSpeculator.propose)
+    assert "range(" not in propose and propose.count("num_speculative_tokens") == 1
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])

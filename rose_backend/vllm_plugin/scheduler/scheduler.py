@@ -91,6 +91,9 @@ class BatchedScheduling(Scheduler):
         # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
         self._tells_of_filled_blocks_only = offloads_whole_blocks(vllm_config)
         self._max_num_batched_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        drafts = vllm_config.speculative_config
+        # Inputs beside its tokens that each request of a step has in a draft model.
+        self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
         self._may_split = why_steps_are_not_split(vllm_config) is None
         has_budget = why_steps_have_no_budget(vllm_config) is None
         self._step_budget = StepBudget.of(options.step_budget) if has_budget else None
@@ -232,7 +235,8 @@ class BatchedScheduling(Scheduler):
         if batch is None:
             return None
         num_tokens = batch.total_num_scheduled_tokens
-        if num_tokens > self.max_num_scheduled_tokens or num_tokens > self._max_num_batched_tokens:
+        num_inputs = self._num_inputs(batch)
+        if num_tokens > self.max_num_scheduled_tokens or num_inputs > self._max_num_batched_tokens:
             return None
         may_admit = self._may_admit()
         is_all = len(batch.running) == len(self.running) and not may_admit
@@ -255,6 +259,10 @@ class BatchedScheduling(Scheduler):
             output, num_prompt_tokens = self._schedule_rest(batch, new_block_ids)
         self._in_flight.append(StepInFlight(output, batch.fast_outputs, now, num_prompt_tokens))
         return output
+
+    def _num_inputs(self, batch: DecodeBatch) -> int:
+        """Return how many of ``max_num_batched_tokens`` a step of the batch takes."""
+        return batch.total_num_scheduled_tokens + self._num_draft_slots * len(batch.request_ids)
 
     def _next_batch(self) -> DecodeBatch | None:
         batch = self._batch
@@ -402,6 +410,7 @@ class BatchedScheduling(Scheduler):
         self._ahead_of_rest = batch, data
         self.scheduler_config.long_prefill_token_threshold = max_chunk
         self.max_num_scheduled_tokens -= num_tokens
+        self.scheduler_config.max_num_batched_tokens -= self._num_inputs(batch)
         self.max_num_active_reqs -= num_requests
         try:
             output = super().schedule()
@@ -411,6 +420,7 @@ class BatchedScheduling(Scheduler):
             self.scheduler_config.long_prefill_token_threshold = 0
             self.running = batch.running + self.running
             self.max_num_scheduled_tokens += num_tokens
+            self.scheduler_config.max_num_batched_tokens = self._max_num_batched_tokens
             self.max_num_active_reqs += num_requests
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(batch.request_ids)

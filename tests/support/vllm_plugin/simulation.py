@@ -212,20 +212,26 @@ def _spec_of(window: int | None, block_size: int) -> Any:
 
 
 def drafting(
-    num_drafts: int = NUM_DRAFTS, share_right: float = 0.7, *, model: Path | None = None
+    num_drafts: int = NUM_DRAFTS,
+    share_right: float = 0.7,
+    *,
+    model: Path | None = None,
+    drafter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return options of ``make_simulation`` with which its worker drafts, and decodes may be scheduled at once.
 
     Args:
-        model: a folder with a model and, in ``head``, an EAGLE-3 head, which drafts; if None, drafts are n-grams.
+        model: that drafts are made for; None for the usual one.
+        drafter: of ``speculative_config``: one with K/V of its own; if None, drafts are n-grams.
     """
     of_worker: dict[str, Any] = {"num_drafts": num_drafts, "share_right": share_right}
-    options = {"use_v2_model_runner": True, "worker_options": of_worker}
-    if model is None:
+    options: dict[str, Any] = {"use_v2_model_runner": True, "worker_options": of_worker}
+    if model is not None:
+        options["model"] = str(model)
+    if drafter is None:
         return options | {"speculative_config": n_grams(num_drafts, "ngram_gpu")}
-    of_worker |= {"num_lookahead": num_drafts, "drafter_reads_ahead": True}
-    head = {"method": "eagle3", "model": str(model / "head"), "num_speculative_tokens": num_drafts}
-    return options | {"model": str(model), "speculative_config": head}
+    of_worker |= {"num_lookahead": num_drafts, "drafter_reads_ahead": drafter["method"] != "draft_model"}
+    return options | {"speculative_config": {**drafter, "num_speculative_tokens": num_drafts}}
 
 
 def make_request(
