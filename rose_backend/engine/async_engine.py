@@ -16,7 +16,14 @@ from rose_backend.engine.core import Command, EngineCore
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import ProcessedInput, Prompt, Request, sampling_defaults
+from rose_backend.engine.request import (
+    LoRARequest,
+    ProcessedInput,
+    Prompt,
+    Request,
+    UnloadAdapter,
+    sampling_defaults,
+)
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -112,6 +119,15 @@ class AsyncEngine(EngineClient):
                 completions.add(output.outputs)
                 output.outputs = completions.snapshot()
                 yield output
+
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Do what ``EngineClient.load_adapter`` does."""
+        self._check_running()
+        await asyncio.to_thread(self._core.adapter_table().load, lora)
+
+    def unload_adapter(self, lora_id: int) -> None:
+        """Do what ``EngineClient.unload_adapter`` does."""
+        self._steps.put(UnloadAdapter(lora_id))
 
     async def shutdown(self) -> None:
         """Stop after the present step; unfinished requests end with ``EngineDeadError``. May be repeated."""
