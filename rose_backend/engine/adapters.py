@@ -44,8 +44,8 @@ class AdapterTable:
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._lock = threading.Lock()
-        # Guarded by the lock; those that were unloaded and are still in use, too.
+        self._loading, self._lock = threading.Lock(), threading.Lock()
+        # Guarded by the second lock; those that were unloaded and are still in use, too.
         self._held: list[_Loaded] = []
         self._numbers = itertools.count()
 
@@ -59,19 +59,25 @@ class AdapterTable:
         Raises:
             RequestError: no slot is free, another adapter has this id, or ``AdapterSlots.load`` refuses its files.
         """
-        with self._lock:
-            if (known := self._find(lora.lora_int_id)) is not None:
-                if known.lora != lora:
-                    raise RequestError(
-                        f"lora_int_id: got {lora.lora_int_id} for {lora.lora_name!r} from {lora.lora_path!r}, allowed "
-                        f"is {known.lora.lora_name!r} from {known.lora.lora_path!r}, which is loaded",
-                        parameter="lora_int_id",
-                    )
-                return
-            entry = self._take_slot(lora, kept)
+        # One after the other: who asks for one that is being loaded waits for it.
+        with self._loading:
+            with self._lock:
+                if (known := self._find(lora.lora_int_id)) is not None:
+                    if known.lora != lora:
+                        raise RequestError(
+                            f"lora_int_id: got {lora.lora_int_id} for {lora.lora_name!r} from {lora.lora_path!r}, "
+                            f"allowed is {known.lora.lora_name!r} from {known.lora.lora_path!r}, which is loaded",
+                            parameter="lora_int_id",
+                        )
+                    return
+                entry = self._take_slot(lora, kept)
+            self._fill(entry)
+        logger.info("loaded LoRA adapter %r into slot %d", lora.lora_name, entry.slot)
+
+    def _fill(self, entry: _Loaded) -> None:
         try:
             with _ONE_THREAD.in_force():
-                self._slots.load(entry.slot, Path(lora.lora_path))
+                self._slots.load(entry.slot, Path(entry.lora.lora_path))
             entry.is_ready = True
         except Exception as error:
             reason = (
@@ -82,7 +88,6 @@ class AdapterTable:
             with self._lock:
                 entry.is_unloaded |= not entry.is_ready
                 self._leave(entry)
-        logger.info("loaded LoRA adapter %r into slot %d", lora.lora_name, entry.slot)
 
     def unload(self, lora_id: int) -> None:
         """Let no further request use an adapter; its slot is free when those that do have ended."""

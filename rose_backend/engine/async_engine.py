@@ -92,6 +92,8 @@ class AsyncEngine(EngineClient):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt and yield its output after every token, or after several if the caller takes longer.
 
@@ -102,10 +104,11 @@ class AsyncEngine(EngineClient):
             prompt: as for ``LLM.generate``.
             sampling_params: None takes those of the model, see ``LLM.get_default_sampling_params``.
             request_id: name for ``abort``; None makes one up.
+            lora_request: an adapter, which is loaded before if it is not; a slot has to be free then.
 
         Raises:
             QueueFullError: the queue is full (max_queue_size).
-            RequestError: the request is not allowed, or its id is in use.
+            RequestError: the request or its adapter is not allowed, or its id is in use.
             EngineDeadError: the engine failed or was shut down.
         """
         self._check_running()
@@ -113,6 +116,9 @@ class AsyncEngine(EngineClient):
             checked = self._defaults.process_all(self.input_processor, [prompt])[0]
         else:
             checked = self.input_processor.process(prompt, sampling_params)
+        if lora_request is not None:
+            await self.load_adapter(lora_request)
+            checked = checked._replace(lora_id=lora_request.lora_int_id)
         completions = GrowingCompletions()
         async with aclosing(self.generate_deltas(checked, request_id=request_id)) as outputs:
             async for output in outputs:

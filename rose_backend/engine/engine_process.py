@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -154,7 +155,8 @@ class EngineProcess:
             self._steps.put(command)
         elif isinstance(command, LoadAdapter):
             # Beside commands for requests.
-            threading.Thread(target=self._load_adapter, args=(command.lora,), name="rose-adapter").start()
+            load = partial(self._load_adapter, command.lora)
+            threading.Thread(target=load, name="rose-adapter", daemon=True).start()
         elif isinstance(command, TokenizerParts):
             self._tokenizer.set_result(command)
         elif isinstance(command, GetCounters):

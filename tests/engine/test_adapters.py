@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend import LLM, LoRARequest
+from rose_backend import LLM, AsyncEngine, LoRARequest
 from rose_backend.errors import ConfigError, RequestError
 from rose_backend.layers import linear
 from tests.support.adapters import GREEDY, KINDS, NUM_TOKENS, AdapterCase, make_case, write_adapter
@@ -205,3 +206,24 @@ def test_wrong_lora_requests_are_refused(case: AdapterCase) -> None:
         with pytest.raises(RequestError, match="lora_path: directory '/no/such' has no adapter_config"):
             llm.generate("a", GREEDY, lora_request=LoRARequest("a", 7, "/no/such"))
         assert case.generate(llm, EVERY, num_prompts=2) == []
+
+
+def test_an_async_engine_loads_an_adapter_once_for_all_that_ask(case: AdapterCase) -> None:
+    async def answer(engine: AsyncEngine, which: int, prompt: int) -> list[int]:
+        stream = engine.generate(list(case.prompts[which][prompt]), GREEDY, lora_request=case.adapters[which])
+        return [output.outputs[0].token_ids async for output in stream][-1]
+
+    async def serve() -> None:
+        engine = AsyncEngine(str(case.path), device="cpu", dtype="float32", enable_lora=True, max_loras=4)
+        order = [(which, prompt) for prompt in range(3) for which in EVERY]
+        try:
+            answers = await asyncio.gather(*(answer(engine, *one) for one in order))
+            assert [tuple(each) for each in answers] == [
+                case.references[which].token_ids[prompt] for which, prompt in order
+            ]
+            with pytest.raises(RequestError, match="lora_name: got 'fifth', allowed are 4 adapters at once"):
+                await anext(engine.generate("a", lora_request=LoRARequest("fifth", 5, "path")))
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(serve())
