@@ -409,7 +409,7 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-@adapter_router.post("/v1/load_lora_adapter", tags=["models"])
+@adapter_router.post("/v1/load_lora_adapter", response_class=Response, tags=["models"])
 async def load_lora_adapter(request: Request, body: LoadLoRAAdapterRequest) -> Response:
     """Load a LoRA adapter, which requests can name as their model from then on."""
     check_other_fields(body)
@@ -417,7 +417,7 @@ async def load_lora_adapter(request: Request, body: LoadLoRAAdapterRequest) -> R
     return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@adapter_router.post("/v1/unload_lora_adapter", tags=["models"])
+@adapter_router.post("/v1/unload_lora_adapter", response_class=Response, tags=["models"])
 async def unload_lora_adapter(request: Request, body: UnloadLoRAAdapterRequest) -> Response:
     """Unload a LoRA adapter. Requests that use it are answered to their end."""
     check_other_fields(body)

@@ -84,6 +84,27 @@ def test_log_probabilities_are_the_adapters(case: AdapterCase) -> None:
         assert close == [got is adapted]
 
 
+@pytest.mark.parametrize("quantized", ["tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"])
+def test_models_with_quantized_weights_have_adapters(
+    quantized: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """They differ less from those without than an adapter changes either."""
+    models = tiny_model_path.parent
+    adapter = write_adapter(tmp_path / "adapter", models / "tiny-qwen3-chat", alpha=4)
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    loras = [LoRARequest("adapter", 1, str(adapter)), None]
+    found = []
+    for name in ("tiny-qwen3-chat", quantized):
+        with LLM(str(models / name), device="cpu", dtype="float32", enable_lora=True) as llm:
+            outputs = llm.generate(["What is the capital of France?"] * 2, params, lora_request=loras)
+            found += [
+                np.array([logprob.logprob for each in of_prompt(output) for logprob in each.values()])
+                for output in outputs
+            ]
+    adapted, plain, quantized_adapted, _ = found
+    assert np.abs(quantized_adapted - adapted).mean() < 0.2 * np.abs(adapted - plain).mean()
+
+
 def of_prompt(output: Any) -> list[Any]:
     return [each for each in output.prompt_logprobs if each is not None]
 

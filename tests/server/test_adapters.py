@@ -9,12 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS
 
 from rose_backend.errors import ConfigError
 from rose_backend.models.adapters import AdapterSlots
 from rose_backend.server.settings import LoRAModule, ServerSettings
 from tests.server.live_server import MODEL, LiveServer, error_of, running_server
+from tests.server.test_fuzz import CHECK_NAMES
 from tests.server.test_llama_server import CHAT_TEMPLATE, MESSAGES
 from tests.support.adapters import NUM_TOKENS, AdapterCase, make_case, write_adapter
 from tests.support.llama_checkpoints import change_json
@@ -259,6 +264,27 @@ def test_refusals(server: LiveServer, path: str, body: dict[str, Any], status: i
     answer = server.post(path, body)
     assert answer.status_code == status, answer.text
     assert error_of(answer)["message"].startswith(message)
+    assert names(server) == [MODEL, STATIC]
+
+
+def test_made_up_requests(server: LiveServer) -> None:
+    schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+    schema.config.update(base_url=server.url)
+    checks = [check for check in CHECKS.get_all() if check.__name__ in CHECK_NAMES]
+    statuses = set()
+    for path in (LOAD, UNLOAD):
+        operation = schema[path]["POST"]
+        for mode in GenerationMode:
+
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            @hypothesis.settings(max_examples=40, deadline=None, database=None, derandomize=True)
+            def send(case: schemathesis.Case) -> None:
+                answer = case.call(timeout=HANG_S)
+                statuses.add((case.path, answer.status_code))
+                case.validate_response(answer, checks=checks)
+
+            send()
+    assert {(LOAD, 400), (UNLOAD, 400), (UNLOAD, 404)} <= statuses
     assert names(server) == [MODEL, STATIC]
 
 
