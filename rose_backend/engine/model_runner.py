@@ -46,7 +46,7 @@ from rose_backend.kernels.captured_graphs import (
     download,
     upload,
 )
-from rose_backend.kernels.gpu_properties import Workspace
+from rose_backend.kernels.gpu_properties import Workspace, is_recording
 from rose_backend.layers.attention import AttentionMetadata, slots_of_rows
 from rose_backend.models.base import CausalLM
 from rose_backend.models.eagle3 import Eagle3Head
@@ -105,9 +105,7 @@ class PassInputs(NamedTuple):
     block_table: Int32Array  # [R, at most MB]
     next_ids: NDArray[np.int64]  # [R], of the token after each row's last one; 0 if it is not known
     slots: NDArray[np.int64]  # [R], request slots
-    lora_slots: NDArray[np.int64] | None = (
-        None  # [T], of each token's adapter, -1 for none; None: no token has one
-    )
+    lora_slots: NDArray[np.int64] | None = None  # [T], -1 for no adapter; None: no token has one
 
 
 class PromptGraphs:
@@ -164,7 +162,7 @@ class PromptGraphs:
         )
         self._fill(self._shapes[-1].num_tokens, inputs)
         # One after the other they fit into the same memory.
-        pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        pool = None if is_recording() else torch.cuda.graph_pool_handle()
         for graphs in (self._graphs, *((self._adapted_graphs,) if self._takes_adapters else ())):
             graphs.capture(show_progress("capturing prompt passes", self._shapes[::-1]), pool, stream)
 
@@ -606,22 +604,18 @@ class ModelRunner:
         rows = np.repeat(np.arange(len(counts)), counts)
         blocks = inputs.block_table[rows, positions // self._block_size].astype(np.int64)
         slot_mapping = blocks * self._block_size + positions % self._block_size
-        of_pass, lora_slots = inputs[:-1], inputs.lora_slots
-        uploaded = upload(
-            self._device, slot_mapping, *of_pass, *(() if lora_slots is None else (lora_slots,))
-        )
-        slots_of_tokens, ids, where, query_start_loc, num_computed, block_table, next_ids, slots, *adapted = (
-            uploaded
-        )
+        lora_slots = () if inputs.lora_slots is None else (inputs.lora_slots,)
+        mapping, *of_pass = upload(self._device, slot_mapping, *inputs[:-1], *lora_slots)
+        ids, where, query_start_loc, num_computed, block_table, next_ids, slots, *of_adapters = of_pass
         metadata = AttentionMetadata(
             query_start_loc,
             num_computed,
             block_table,
-            slots_of_tokens,
+            mapping,
             num_decodes=0,
             last_tokens_only=last_tokens_only,
         )
-        adapters = adapted[0] if adapted else None
+        adapters = of_adapters[0] if of_adapters else None
         return self._forward_prompts(ids, where, metadata, next_ids, slots, adapters)
 
     def _take_reported_rows(self, chunks: Chunks) -> ReportedRows | None:
