@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from rose_backend.server.settings import LoRAModule, ServerSettings
 from tests.server.live_server import MODEL, LiveServer, error_of, running_server
 from tests.server.test_fuzz import CHECK_NAMES
 from tests.server.test_llama_server import CHAT_TEMPLATE, MESSAGES
-from tests.support.adapters import NUM_TOKENS, AdapterCase, make_case, write_adapter
+from tests.support.adapters import GREEDY, NUM_TOKENS, AdapterCase, make_case, write_adapter
 from tests.support.llama_checkpoints import change_json
 from tests.support.patience import HANG_S
 
@@ -138,6 +139,30 @@ def test_adapters_come_and_go_under_load(server: LiveServer, case: AdapterCase) 
         for each in pending:
             each.result(HANG_S)
     assert differences and not any(differences)
+
+
+def test_what_was_submitted_before_an_adapter_is_unloaded_is_answered(
+    server: LiveServer, case: AdapterCase
+) -> None:
+    assert load(server, "leaving", "adapter2").status_code == 200
+    served = server.service.adapters.find("leaving")
+    assert served is not None
+    engine, lora_id = server.engine, served.lora.lora_int_id
+    prompt = engine.input_processor.process(list(case.prompts[2][5]), GREEDY)._replace(lora_id=lora_id)
+
+    async def submit_and_unload() -> list[int]:
+        async def answer() -> list[int]:
+            outputs = engine.generate_deltas(prompt, request_id=None)
+            return [token async for output in outputs for token in output.outputs[0].token_ids]
+
+        answering = asyncio.ensure_future(answer())
+        await asyncio.sleep(0)
+        engine.unload_adapter(lora_id)
+        return await answering
+
+    answered = asyncio.run_coroutine_threadsafe(submit_and_unload(), server._loop).result(HANG_S)
+    assert tuple(answered) == case.references[2].token_ids[5]
+    assert unload(server, "leaving").status_code == 200
 
 
 def test_an_adapter_is_replaced_in_place(server: LiveServer, case: AdapterCase) -> None:
