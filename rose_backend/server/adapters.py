@@ -137,7 +137,7 @@ class ServedAdapters:
         except (OSError, RuntimeError, ValueError) as error:
             raise refused("lora_path", "got what cannot be a path") from error
         if not all(inside):
-            # The same for whatever is elsewhere, so that nobody learns what is there.
+            # One text for all of them: a client learns nothing of other directories.
             raise refused(
                 "lora_path", f"got {path[:200]!r}, allowed are directories inside that of --runtime-lora-dir"
             )
