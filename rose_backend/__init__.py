@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rose_backend.engine.async_engine import AsyncEngine
     from rose_backend.engine.llm import LLM
     from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+    from rose_backend.engine.request import LoRARequest
     from rose_backend.engine.sampling_params import SamplingParams
     from rose_backend.engine.structured_outputs import StructuredOutputsParams
 
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -33,6 +35,7 @@ _HOME_OF = {
     "CompletionOutput": "rose_backend.engine.outputs",
     "EngineConfig": "rose_backend.config",
     "LLM": "rose_backend.engine.llm",
+    "LoRARequest": "rose_backend.engine.request",
     "RequestOutput": "rose_backend.engine.outputs",
     "SamplingParams": "rose_backend.engine.sampling_params",
     "StructuredOutputsParams": "rose_backend.engine.structured_outputs",

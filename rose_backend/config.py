@@ -29,6 +29,8 @@ MAX_RUN_AHEAD = 4
 MAX_PACKED_ROWS = 256
 """Of a product that takes in the norm before it, see ``rose_backend.kernels.small_batch_linear``."""
 MAX_NUM_THREADS = 1024
+MAX_LORAS = 8
+MAX_LORA_RANK = 64
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _RANGES = {
     "block_size": (1, 1024),
@@ -39,6 +41,8 @@ _RANGES = {
     "num_threads": (1, MAX_NUM_THREADS),
     "run_ahead": (0, MAX_RUN_AHEAD),
     "max_queue_size": (1, 10_000_000),
+    "max_loras": (1, MAX_LORAS),
+    "max_lora_rank": (1, MAX_LORA_RANK),
     "seed": (0, (1 << 63) - 1),
 }
 """Options of ``EngineConfig`` that are integers, and their limits."""
@@ -311,12 +315,20 @@ class EngineConfig(Switches):
     """Drafts, which decode steps verify: the fields of ``SpeculativeConfig``, as which it is kept. None: no drafts."""
     adaptive_drafts: bool = True
     """Make drafts only in steps in which they give more tokens per second, as measured; off: in all."""
+    enable_lora: bool = False
+    """Take LoRA adapters, whose slots are allocated at the start."""
+    max_loras: int = MAX_LORAS
+    """LoRA slots: adapters that are loaded at once."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter, for which all slots have room."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.speculative_config is not None:
             drafts = SpeculativeConfig.read(self.speculative_config)
             object.__setattr__(self, "speculative_config", drafts)
+            if drafts.has_head and self.enable_lora:
+                raise ConfigError("enable_lora: got True, allowed is False with drafts of an EAGLE head")
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:

@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from rose_backend import LLM, EngineConfig, SamplingParams, __version__
+from rose_backend import LLM, EngineConfig, LoRARequest, SamplingParams, __version__
 from rose_backend.block_view.page import render_page
 from rose_backend.block_view.story import tell_story
 from rose_backend.cli import main
 from rose_backend.cli.generate import _completion_record
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.engine.outputs import CompletionOutput, Logprob
+from tests.support.adapters import write_adapter
 from tests.support.metrics_server import SAMPLE, MetricsServer
 from tests.support.patience import HANG_S
 
@@ -74,6 +75,38 @@ def test_prompt_streams_the_text(tiny_model_path: Path, capsys: pytest.CaptureFi
         "12",
     )
     assert (code, capsys.readouterr().out) == (0, expected + "\n")
+
+
+def test_an_adapter_for_all_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(__file__).parent.parent / "models" / "tiny-qwen3-chat"
+    adapter = write_adapter(tmp_path / "adapter", model)
+    lora = LoRARequest("lora", 1, str(adapter))
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(str(model), enable_lora=True) as llm:
+        (adapted,) = llm.generate("The king", greedy, lora_request=lora)
+        (plain,) = llm.generate("The king", greedy)
+    argv = [
+        "generate",
+        "--model",
+        str(model),
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+        "--lora-path",
+        str(adapter),
+    ]
+    assert run(*argv, "--enable-lora", "--prompt", "The king") == 0
+    text = capsys.readouterr().out
+    assert text == adapted.outputs[0].text + "\n" != plain.outputs[0].text + "\n"
+    (tmp_path / "prompts.txt").write_text("The king")
+    files = ("--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "out.jsonl"))
+    assert run(*argv, "--enable-lora", *files) == 0
+    record = json.loads((tmp_path / "out.jsonl").read_text())
+    assert record["outputs"][0]["text"] == adapted.outputs[0].text
+    capsys.readouterr()
+    assert run(*argv, "--prompt", "The king") == 2
+    assert_one_line_error(capsys, "--lora-path: allowed with --enable-lora only")
 
 
 def test_tokens_are_biased_allowed_and_forbidden(

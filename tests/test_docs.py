@@ -38,9 +38,11 @@ from rose_backend.server.protocol import (
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
+    LoadLoRAAdapterRequest,
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadLoRAAdapterRequest,
 )
 from tests.conftest import ROOT
 from tests.support.patience import HANG_S
@@ -120,6 +122,8 @@ BODIES = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/load_lora_adapter": LoadLoRAAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadLoRAAdapterRequest,
 }
 
 VLLM_BODIES = {
@@ -130,6 +134,8 @@ VLLM_BODIES = {
     "/v1/messages/count_tokens": ("anthropic", "AnthropicCountTokensRequest"),
     "/tokenize": ("serve.tokenize", "TokenizeCompletionRequest", "TokenizeChatRequest"),
     "/detokenize": ("serve.tokenize", "DetokenizeRequest"),
+    "/v1/load_lora_adapter": ("serve.lora", "LoadLoRAAdapterRequest"),
+    "/v1/unload_lora_adapter": ("serve.lora", "UnloadLoRAAdapterRequest"),
 }
 """Module and models of each route's body in vLLM."""
 
@@ -550,6 +556,21 @@ def test_every_field_of_vllms_requests_is_documented(route: str) -> None:
         if cells[column] != "no field":
             documented |= set(re.findall(r"`(\w+)`", cells[0]))
     assert theirs - documented == set(), "a field of vLLM's that is neither served, refused nor ignored"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("what", ["load", "unload"])
+def test_every_field_of_vllms_requests_for_adapters_is_documented(what: str) -> None:
+    route = f"/v1/{what}_lora_adapter"
+    module, name = VLLM_BODIES[route]
+    protocol = importlib.import_module(f"vllm.entrypoints.{module}.protocol")
+    theirs, ours = getattr(protocol, name).model_fields, BODIES[route].model_fields
+    assert {field: each.default for field, each in theirs.items()} == {
+        field: each.default for field, each in ours.items() if field != "model"
+    }
+    text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (both|load|unload) \|", text, re.MULTILINE)
+    assert sorted(theirs) == sorted(field for field, where in rows if where in ("both", what))
 
 
 def test_measured_choices_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from rose_backend.cli.options import (
 )
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprobs
 from rose_backend.engine.process_settings import note_imports
+from rose_backend.engine.request import LoRARequest
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError
 
@@ -53,6 +54,9 @@ def add_generate_command(commands: Commands) -> None:
         help="where to write the results of --prompts, one object per line, each as soon as it is finished; its "
         '"index" is that of the prompt\'s line, from 0',
     )
+    source.add_argument(
+        "--lora-path", metavar="PATH", help="directory of a LoRA adapter for all prompts; needs --enable-lora"
+    )
     add_sampling_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_generate)
@@ -68,6 +72,9 @@ def _generate(args: argparse.Namespace) -> None:
     config = engine_config(args.model, args)
     given = sampling_options(args)
     SamplingParams(**given)
+    lora = None if args.lora_path is None else LoRARequest("lora", 1, args.lora_path)
+    if lora is not None and not config.enable_lora:
+        raise RequestError("--lora-path: allowed with --enable-lora only")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         is_file = args.prompts is not None
@@ -84,9 +91,9 @@ def _generate(args: argparse.Namespace) -> None:
         with LLM.from_config(config) as llm:
             show_start_up(llm.core.start_up)
             if is_file:
-                _write_answers(llm, requests, params, args.output)
+                _write_answers(llm, requests, params, args.output, lora)
             else:
-                _stream(llm, args.prompt, params[0])
+                _stream(llm, args.prompt, params[0], lora)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -96,19 +103,21 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, lora: LoRARequest | None) -> None:
     """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other."""
     if params.n > 1:
-        for completion in llm.generate(prompt, params)[0].outputs:
+        for completion in llm.generate(prompt, params, lora_request=lora)[0].outputs:
             print(f"--- completion {completion.index} ---\n{completion.text}")
         return
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, lora_request=lora):
         sys.stdout.write(output.outputs[0].delta_text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _write_answers(llm: LLM, requests: Requests, params: list[SamplingParams], output: str) -> None:
+def _write_answers(
+    llm: LLM, requests: Requests, params: list[SamplingParams], output: str, lora: LoRARequest | None
+) -> None:
     """Generate for every request, and write one JSON object each to the file ``output``.
 
     Each is written as soon as it is finished, so an interrupted run leaves all answers that progress counts. Lines are
@@ -116,7 +125,7 @@ def _write_answers(llm: LLM, requests: Requests, params: list[SamplingParams], o
     """
     indexes, prompts = list(requests), [prompt for prompt, _ in requests.values()]
     # Checks every request, so a bad line leaves an existing output file alone.
-    finished = llm.generate_unordered(prompts, params, progress=True)
+    finished = llm.generate_unordered(prompts, params, lora_request=lora, progress=True)
     num_written = 0
     try:
         with open(output, "w", encoding="utf-8") as file:

@@ -49,6 +49,9 @@ _ENGINE_HELP = {
     'EAGLE-3 head, \'{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}\'; '
     "texts are the same without (default: no drafts)",
     "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
+    "enable_lora": "take LoRA adapters, whose slots are allocated at the start (default: off)",
+    "max_loras": "LoRA slots, at most 8: adapters that are loaded at once",
+    "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",

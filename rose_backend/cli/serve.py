@@ -14,7 +14,7 @@ from rose_backend import __version__
 from rose_backend.cli.options import Commands, add_engine_options, engine_config, option_of, value_arguments
 from rose_backend.engine.process_settings import LOG_FORMAT
 from rose_backend.errors import ConfigError
-from rose_backend.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
+from rose_backend.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, LoRAModule, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ _SERVER_HELP = {
     "Llama 3 and 4, mistral for Mistral models",
     "reasoning_parser": "how the model writes reasoning, which answers then have apart from their content: qwen3 or "
     "deepseek_r1, both up to </think> (default: as content)",
+    "lora_modules": "LoRA adapters to load at the start, each as NAME=PATH or as a JSON object with name, path and "
+    "base_model_name; requests name them as their model; needs --enable-lora",
+    "runtime_lora_dir": "directory from which clients may load and unload LoRA adapters, by /v1/load_lora_adapter and "
+    "/v1/unload_lora_adapter; needs --enable-lora (default: neither route is there)",
     # What one client may ask of the server, most of it checked before its key.
     "max_connections": "connections at once; more are answered 503 (default: %(default)s)",
     "max_header_bytes": "size of a request's header, its first line included (default: %(default)s)",
@@ -77,6 +81,28 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _names.__name__ = "JSON list of texts"  # argparse puts the name into its error message
+
+
+def _lora_modules(text: str) -> tuple[LoRAModule, ...]:
+    """Return what one argument names: an adapter, or as JSON one or a list of them."""
+    # As in vLLM, which tells JSON by the same signs.
+    if "=" in text and "," not in text:
+        name, _, path = text.partition("=")
+        return (LoRAModule(name, path),)
+    found = json.loads(text) if text else []
+    modules = []
+    for fields in found if isinstance(found, list) else [found]:
+        # Of models with experts only.
+        module = LoRAModule(**{name: fields[name] for name in fields if name != "is_3d_lora_weight"})
+        if not all(
+            isinstance(each, str) for each in (module.name, module.path, module.base_model_name or "")
+        ):
+            raise ValueError
+        modules.append(module)
+    return tuple(modules)
+
+
+_lora_modules.__name__ = "adapter, NAME=PATH or JSON"
 # How argparse reads options that are neither numbers nor switches.
 _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "host": {"type": str},
@@ -89,6 +115,8 @@ _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "allowed_methods": {"type": _names, "metavar": "JSON"},
     "allowed_headers": {"type": _names, "metavar": "JSON"},
     "chat_template": {"metavar": "FILE"},
+    "lora_modules": {"nargs": "+", "type": _lora_modules, "metavar": "NAME=PATH"},
+    "runtime_lora_dir": {"metavar": "DIR"},
     "otlp_traces_endpoint": {"metavar": "URL"},
     "tool_call_parser": {"metavar": "NAME", "choices": TOOL_CALL_PARSERS},
     "reasoning_parser": {"metavar": "NAME", "choices": REASONING_PARSERS},
@@ -123,6 +151,7 @@ def _serve(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in _SERVER_HELP}
     names, keys, key_file = (options.pop(name) for name in ("served_model_name", "api_key", "api_key_file"))
     keys = [*(keys or ()), *(() if key_file is None else _keys_of_file(key_file))] or _keys_of_environment()
+    options["lora_modules"] = tuple(each for given in options["lora_modules"] for each in given)
     settings = ServerSettings(served_model_names=tuple(names or [model]), api_keys=tuple(keys), **options)
     _log_with_times()
     logger.info("starting to serve %s with rose %s; importing PyTorch may take a while", model, __version__)

@@ -16,7 +16,14 @@ from rose_backend.engine.core import Command, EngineCore
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import ProcessedInput, Prompt, Request, sampling_defaults
+from rose_backend.engine.request import (
+    LoRARequest,
+    ProcessedInput,
+    Prompt,
+    Request,
+    UnloadAdapter,
+    sampling_defaults,
+)
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -85,6 +92,8 @@ class AsyncEngine(EngineClient):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt and yield its output after every token, or after several if the caller takes longer.
 
@@ -95,10 +104,11 @@ class AsyncEngine(EngineClient):
             prompt: as for ``LLM.generate``.
             sampling_params: None takes those of the model, see ``LLM.get_default_sampling_params``.
             request_id: name for ``abort``; None makes one up.
+            lora_request: an adapter, which is loaded before if it is not; a slot has to be free then.
 
         Raises:
             QueueFullError: the queue is full (max_queue_size).
-            RequestError: the request is not allowed, or its id is in use.
+            RequestError: the request or its adapter is not allowed, or its id is in use.
             EngineDeadError: the engine failed or was shut down.
         """
         self._check_running()
@@ -106,12 +116,24 @@ class AsyncEngine(EngineClient):
             checked = self._defaults.process_all(self.input_processor, [prompt])[0]
         else:
             checked = self.input_processor.process(prompt, sampling_params)
+        if lora_request is not None:
+            await self.load_adapter(lora_request)
+            checked = checked._replace(lora_id=lora_request.lora_int_id)
         completions = GrowingCompletions()
         async with aclosing(self.generate_deltas(checked, request_id=request_id)) as outputs:
             async for output in outputs:
                 completions.add(output.outputs)
                 output.outputs = completions.snapshot()
                 yield output
+
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Do what ``EngineClient.load_adapter`` does."""
+        self._check_running()
+        await asyncio.to_thread(self._core.adapter_table().load, lora)
+
+    def unload_adapter(self, lora_id: int) -> None:
+        """Do what ``EngineClient.unload_adapter`` does."""
+        self._steps.put(UnloadAdapter(lora_id))
 
     async def shutdown(self) -> None:
         """Stop after the present step; unfinished requests end with ``EngineDeadError``. May be repeated."""

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.outputs import Counters, GrowingCompletions, PromptLogprobs, RequestOutput
-from rose_backend.engine.request import InputProcessor, ProcessedInput, check_request_id
+from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput, check_request_id
 from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 
 Delivery: TypeAlias = RequestOutput | RequestError | EngineDeadError
@@ -166,6 +166,19 @@ class EngineClient(ABC):
     @abstractmethod
     async def counters(self) -> Counters:
         """Return counters and present load; of an engine that has died or does not answer, the last ones known."""
+
+    @abstractmethod
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Load an adapter; prompts with its ``lora_id`` are answered with it when this returns.
+
+        Raises:
+            RequestError: see ``AdapterTable.load``.
+            EngineDeadError: the engine failed or was shut down.
+        """
+
+    @abstractmethod
+    def unload_adapter(self, lora_id: int) -> None:
+        """Let no prompt that is submitted from now on use an adapter."""
 
     @abstractmethod
     async def shutdown(self) -> None:

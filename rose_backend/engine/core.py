@@ -15,6 +15,7 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
+from rose_backend.engine.adapters import AdapterTable
 from rose_backend.engine.grammars import Grammar, GrammarCompiler
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.output_thread import (
@@ -26,7 +27,7 @@ from rose_backend.engine.output_thread import (
     OutputThread,
 )
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, RequestOutput
-from rose_backend.engine.request import InputProcessor, Request, check_request_id
+from rose_backend.engine.request import InputProcessor, Request, UnloadAdapter, check_request_id
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.sequence_state import DeferredCommits, Int64Array, SequenceState
 from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_up
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 _LISTS_PER_STEP = 2
 """Two lists of 512 tokens take the host about as long as a steady-state decode step."""
 
-Command = Request | str
-"""A request to serve, or the id of one to end."""
+Command = Request | str | UnloadAdapter
+"""A request to serve, the id of one to end, or an adapter to unload."""
 
 
 class EngineCore:
@@ -85,6 +86,8 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
         )
+        self.adapters = None if loaded.lora_slots is None else AdapterTable(loaded.lora_slots)
+        """None: there are none."""
         # Another engine's launches may come between this one's.
         self._workspace = Workspace()
         self._outputs = OutputQueue()
@@ -163,8 +166,8 @@ class EngineCore:
 
         Raises:
             QueueFullError: the queue is full (max_queue_size); nothing has changed.
-            RequestError: another unfinished request has the same id, or its grammar is not valid, if ``step`` returns
-                outputs; nothing has changed.
+            RequestError: another unfinished request has the same id, its adapter is not loaded, or its grammar is not
+                valid, if ``step`` returns outputs; nothing has changed.
             EngineDeadError: the engine has failed before.
         """
         self._check_alive()
@@ -175,6 +178,8 @@ class EngineCore:
         if request.request_id in self._requests:
             self._guarded(self._take_report)
         check_request_id(request.request_id, self._requests)
+        if request.lora_id:
+            self.adapter_table().admit(request)
         self._requests[request.request_id] = request
         if not request.is_streaming:
             self._without_prompt_list.append(request)
@@ -184,6 +189,18 @@ class EngineCore:
             self._compiling[request] = self.grammars.start(request.params, report, request.tenant)
         else:
             self._scheduler.waiting.append(request.completions[0])
+
+    def adapter_table(self) -> AdapterTable:
+        """Return ``adapters``.
+
+        Raises:
+            RequestError: the engine takes none.
+        """
+        if self.adapters is None:
+            raise RequestError(
+                "lora_request: got one, allowed is none without enable_lora", parameter="lora_request"
+            )
+        return self.adapters
 
     def end(self, request_id: str) -> bool:
         """End a request and free all it holds; its last output comes like any other. False for an unknown id."""
@@ -235,6 +252,9 @@ class EngineCore:
             command = commands.popleft()
             if isinstance(command, str):
                 self.end(command)
+                continue
+            if isinstance(command, UnloadAdapter):
+                self.adapter_table().unload(command.lora_id)
                 continue
             try:
                 self.add(command)
@@ -418,7 +438,9 @@ class EngineCore:
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            del self._requests[request_id]
+            request = self._requests.pop(request_id)
+            if self.adapters is not None and request.lora_id:
+                self.adapters.release(request)
         if request_ids and not self._requests:
             self._pipeline.drop()
             self._without_prompt_list.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,8 +160,8 @@ class DecodeBuffers:
         self.tokens = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         self.input_ids, self.first_tokens = self.tokens.unbind(0)
         """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""
-        self._longs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
-        self.positions, self.draw_positions, self.seeds = self._longs.unbind(0)
+        self._longs = torch.zeros((4, num_rows), dtype=torch.int64, device=device)
+        self.positions, self.draw_positions, self.seeds, self._lora_slots = self._longs.unbind(0)
         self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_rows), dtype=torch.int32, device=device)
         self.num_computed_tokens = self._words[0]
         self._sampling = sampling_by_name(self._words[1:])
@@ -182,7 +182,7 @@ class DecodeBuffers:
         row_fields: Fields = {
             "rows": (np.int64, ()),
             "sources": (np.int64, ()),
-            "longs": (np.int64, (4,)),
+            "longs": (np.int64, (5,)),
             "words": (np.int32, (len(self._words),)),
         }
         table_fields: Fields = {"rows": (np.int64, ()), "tables": (np.int32, (table_width,))}
@@ -198,6 +198,7 @@ class DecodeBuffers:
         """Empty all rows and count steps from 0."""
         self.tokens.zero_()
         self._longs.zero_()
+        self._lora_slots.fill_(-1)
         self._words.zero_()
         self.num_computed_tokens.fill_(-1)
         self.step_index.zero_()
@@ -215,6 +216,12 @@ class DecodeBuffers:
         by_name = sampling_by_name(self._words[1:].index_select(1, rows)[:, :num_draws])
         positions = self.draw_positions[:width, None] + self._offsets
         return sampling_tensors(self.seeds.index_select(0, rows)[:num_draws], positions.flatten(), by_name)
+
+    def lora_slots(self, width: int, query_len: int) -> torch.Tensor:
+        """Return the slot of the adapter of each of ``query_len`` tokens of the first ``width`` rows, row by row."""
+        if query_len == 1:
+            return self._lora_slots[:width]
+        return self._lora_slots.index_select(0, self._rows_of_draws[: width * query_len])
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """End a step that drew ``token_ids``, int64 ``[width]``."""
@@ -247,7 +254,7 @@ class DecodeBuffers:
         num_slots, num_rows = len(slots), len(rows)
         words = np.zeros((num_rows, 1 + len(SAMPLING_FIELDS)), np.int32)
         words[:, 0] = -1
-        longs = np.zeros((num_rows, 4), np.int64)
+        longs = np.zeros((num_rows, 5), np.int64)
         position = state.num_planned_tokens(slots) - 1
         words[:num_slots, 0] = position
         words[:num_slots, 1:] = state.sampling_words[slots]
@@ -255,6 +262,7 @@ class DecodeBuffers:
         longs[:num_slots, 1] = position
         longs[:num_slots, 2] = position + 1
         longs[:num_slots, 3] = state.seed[slots]
+        longs[:num_slots, 4], longs[num_slots:, 4] = state.lora_slot[slots], -1
         self._row_changes.run(rows=rows, sources=sources, longs=longs, words=words)
 
     def write_block_tables(self, rows: NDArray[np.int64], block_tables: NDArray[np.int32]) -> None:
@@ -511,7 +519,7 @@ class Computed(NamedTuple):
     """[T, E] of each of its tokens, see ``HeadDrafts``; None: no head reads them."""
 
 
-Compute = Callable[[DecodeBuffers, int, DraftedInputs | None], Computed]
+Compute = Callable[[DecodeBuffers, int, DraftedInputs | None, bool], Computed]
 
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
@@ -537,8 +545,8 @@ class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
     Args:
-        compute: given the buffers, a number of rows, and inputs if these have drafts, computes one step over
-            that many first rows. It must not wait for the device.
+        compute: given the buffers, a number of rows, inputs if these have drafts, and whether some may have adapters,
+            computes one step over that many first rows. It must not wait for the device.
         extras: draws again for slots with sampling extras.
         widths: numbers of rows that a step may be rounded up to, rising; a larger step is as wide as it must be.
         drafts: None: no step has any.
@@ -571,21 +579,28 @@ class DecodeRunner:
         # The other parts, for masks and for sampling extras, are separate graphs and read the logits of the first.
         self._graphs = CapturedGraphs[int](self._step, self._redraw_masked, self._redraw)
         self._draft_graphs = CapturedGraphs[int](self._step_with_drafts)
+        adapted, drafted = (partial(step, has_adapters=True) for step in (self._step, self._step_with_drafts))
+        self._adapted_graphs = CapturedGraphs[int](adapted, self._redraw_masked, self._redraw)
+        self._adapted_draft_graphs = CapturedGraphs[int](drafted)
+        self.takes_adapters = False
+        """Whether requests may have LoRA adapters. Steps without one have graphs without their products."""
         self.needs_sampling_extras = False
         """Whether the last step drew again for some slots with sampling extras."""
         self._masked: tuple[Int32Array, Int64Array] = (np.empty(0, np.int32), np.empty(0, np.int64))
         # Slots with a grammar in the last step, and their rows.
         self._num_steps = 0
         self._width = self._num_drafts = 0
+        self._has_adapters = False
         self._history = self.buffers.history.numpy()
 
     @torch.inference_mode()
     def warm_up(self, widths: tuple[int, ...]) -> None:
         """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
-        for width in show_progress("preparing decode steps", widths[::-1]):
-            self._graphs.run(width, num_parts=3)
-        for width in self._widths_with_drafts(widths)[::-1]:
-            self._draft_graphs.run(width)
+        for graphs, draft_graphs in self._families():
+            for width in show_progress("preparing decode steps", widths[::-1]):
+                graphs.run(width, num_parts=3)
+            for width in self._widths_with_drafts(widths)[::-1]:
+                draft_graphs.run(width)
         self.buffers.reset()
 
     @torch.inference_mode()
@@ -593,12 +608,19 @@ class DecodeRunner:
         """Capture a step of each of ``widths``."""
         stream = None if is_recording() else _capture_stream(self._device)
         pool = None if is_recording() else torch.cuda.graph_pool_handle()
-        if drafted := self._widths_with_drafts(self.widths)[::-1]:
-            progress = show_progress("capturing decode steps with drafts", drafted)
-            self._draft_graphs.capture(progress, pool, stream)
-        self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), pool, stream)
+        drafted = self._widths_with_drafts(self.widths)[::-1]
+        for graphs, draft_graphs in self._families():
+            if drafted:
+                progress = show_progress("capturing decode steps with drafts", drafted)
+                draft_graphs.capture(progress, pool, stream)
+            graphs.capture(show_progress("capturing decode steps", self.widths[::-1]), pool, stream)
         self.buffers.capture(stream)
         self.buffers.reset()
+
+    def _families(self) -> list[tuple[CapturedGraphs[int], CapturedGraphs[int]]]:
+        """Return the graphs of all kinds of steps, those with drafts second."""
+        adapted = [(self._adapted_graphs, self._adapted_draft_graphs)] if self.takes_adapters else []
+        return [(self._graphs, self._draft_graphs), *adapted]
 
     def _widths_with_drafts(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of ``widths`` that steps with drafts are rounded up to, rising, and the widest step's."""
@@ -622,6 +644,7 @@ class DecodeRunner:
         widths = self._widths_with_drafts(self.widths) if num_drafts and self.widths else self.widths
         self._width = size_for(widths, len(slots)) or len(slots)
         self._num_drafts = num_drafts
+        self._has_adapters = self.takes_adapters and self._state.have_adapters(slots)
         self.needs_sampling_extras = self._state.needs_extras_now(slots)
         rows = self._place(slots)
         masked = np.flatnonzero(self._state.has_grammar[slots])
@@ -640,11 +663,13 @@ class DecodeRunner:
         """
         step, self._num_steps = self._num_steps, self._num_steps + 1
         if self._num_drafts:
-            self._draft_graphs.run(self._width)
+            draft_graphs = self._adapted_draft_graphs if self._has_adapters else self._draft_graphs
+            draft_graphs.run(self._width)
             return step
         has_masks, has_report = len(self._masked[0]) > 0, self.needs_sampling_extras
         parts = (0, *((1,) if has_masks else ()), *((2,) if has_report else ()))
-        self._graphs.run_parts(self._width, parts, self._upload_masks if has_masks else None)
+        graphs = self._adapted_graphs if self._has_adapters else self._graphs
+        graphs.run_parts(self._width, parts, self._upload_masks if has_masks else None)
         if len(parts) > 1:
             self.extras.collect(self.buffers, step, self._width, has_report=has_report)
         return step
@@ -708,24 +733,24 @@ class DecodeRunner:
             self.buffers.write_block_tables(tables, self._manager.block_table[table_slots])
         return rows
 
-    def _step(self, width: int, _: None = None) -> torch.Tensor:
+    def _step(self, width: int, _: None = None, *, has_adapters: bool = False) -> torch.Tensor:
         """Compute a step without drafts; return its logits."""
         buffers, drafts = self.buffers, self.drafts
         if drafts is None:
-            computed = self._compute(buffers, width, None)
+            computed = self._compute(buffers, width, None, has_adapters)
             buffers.advance(computed.token_ids)
             return computed.logits
         rows = drafts.rows_of(buffers, width)
         proposed = drafts.propose_none(rows)
-        computed = self._compute(buffers, width, None)
+        computed = self._compute(buffers, width, None, has_adapters)
         drafts.accept(computed.token_ids, proposed, rows, buffers, computed.features)
         return computed.logits
 
-    def _step_with_drafts(self, width: int, _: None = None) -> None:
+    def _step_with_drafts(self, width: int, _: None = None, *, has_adapters: bool = False) -> None:
         assert self.drafts is not None, "no drafts were asked for"
         rows = self.drafts.rows_of(self.buffers, width)
         proposed = self.drafts.propose(rows)
-        computed = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed))
+        computed = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed), has_adapters)
         self.drafts.accept(computed.token_ids, proposed, rows, self.buffers, computed.features)
 
     @torch.inference_mode()

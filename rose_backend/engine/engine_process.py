@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -24,8 +25,10 @@ from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note
 from rose_backend.engine.remote_engine import (
     Abort,
     Ack,
+    AdapterAnswer,
     Add,
     GetCounters,
+    LoadAdapter,
     OutputBatch,
     PromptPiece,
     Ready,
@@ -36,7 +39,7 @@ from rose_backend.engine.remote_engine import (
     pack,
     read_message,
 )
-from rose_backend.engine.request import ProcessedInput
+from rose_backend.engine.request import LoRARequest, ProcessedInput, UnloadAdapter
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
 
@@ -141,19 +144,35 @@ class EngineProcess:
         if isinstance(command, Ack):
             self._num_acks += 1
         elif isinstance(command, Add):
-            request_id, number, token_ids, params, namespace, words, tenant = command
+            request_id, number, token_ids, params, namespace, words, tenant, lora_id = command
             ids = np.frombuffer(bytearray(token_ids), np.int32)
-            processed = ProcessedInput(number, None, ids, params, namespace, words, tenant)
+            processed = ProcessedInput(number, None, ids, params, namespace, words, tenant, lora_id)
             processor = self._core.input_processor
             self._steps.put(processor.build(processed, request_id=request_id, is_streaming=True))
         elif isinstance(command, Abort):
             self._steps.put(command.request_id)
+        elif isinstance(command, UnloadAdapter):
+            self._steps.put(command)
+        elif isinstance(command, LoadAdapter):
+            # Beside commands for requests.
+            load = partial(self._load_adapter, command.lora)
+            threading.Thread(target=load, name="rose-adapter", daemon=True).start()
         elif isinstance(command, TokenizerParts):
             self._tokenizer.set_result(command)
         elif isinstance(command, GetCounters):
             self._send(self._core.counters)
         elif isinstance(command, Stop):
             self._steps.stop()
+
+    # In a thread for each.
+
+    def _load_adapter(self, lora: LoRARequest) -> None:
+        error: RequestError | None = None
+        try:
+            self._core.adapter_table().load(lora)
+        except RequestError as refusal:
+            error = refusal
+        self._send(AdapterAnswer(lora.lora_int_id, error))
 
 
 def main() -> int:

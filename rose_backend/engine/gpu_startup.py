@@ -121,8 +121,9 @@ def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) 
     device = kv_cache.device
     sizes = model.config, num_processors(device)
     passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
-    for each in show_progress("preparing kernels", passes):
-        _run_padding(model, kv_cache, each)
+    for has_adapters in (False, True) if config.enable_lora else (False,):
+        for each in show_progress("preparing kernels", passes):
+            _run_padding(model, kv_cache, each, has_adapters=has_adapters)
     for num_pairs in row_counts(config.max_num_seqs):
         null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
         block_clone(kv_cache, null_block, null_block, block_dim=2)
@@ -175,7 +176,7 @@ def padding_passes(
     return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
 
 
-def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
+def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass, *, has_adapters: bool) -> None:
     num_decodes, num_prefills, tokens_per_prefill = each
     num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, kv_cache.device
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -188,7 +189,8 @@ def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> 
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
     )
-    model.forward(zeros, zeros, kv_cache, metadata)
+    # Of no adapter: kernels depend on how many tokens there are.
+    model.forward(zeros, zeros, kv_cache, metadata, lora_slots=zeros - 1 if has_adapters else None)
 
 
 def compile_starts(
@@ -232,6 +234,8 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             max_model_len=config.max_model_len,
         )
         head = load_draft_head(config, model)
+        if config.enable_lora:
+            model.add_lora_slots(config.max_loras, config.max_lora_rank)
         sizes = cached_sizes(model.config, head)
         max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
         kv_cache = allocate_kv_cache(_NUM_BLOCKS, config.block_size, sizes, meta)

@@ -7,17 +7,20 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress
-from rose_backend.engine.request import ProcessedInput, Prompt, sampling_defaults
+from rose_backend.engine.request import LoRARequest, ProcessedInput, Prompt, sampling_defaults
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
+
+LoRARequests: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+"""An adapter for all prompts, or one or None for each; None: no prompt has one."""
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -77,6 +80,7 @@ class LLM(AbstractContextManager["LLM"]):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequests = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
@@ -86,18 +90,24 @@ class LLM(AbstractContextManager["LLM"]):
                 ``prompt`` or ``prompt_token_ids`` and, for a separate prefix cache, a ``cache_salt``.
             sampling_params: one for all, or one for each prompt; None takes those of ``get_default_sampling_params``,
                 with fewer ``max_tokens`` where the window ends before.
+            lora_request: an adapter for all prompts, or for each an adapter or None; with ``enable_lora``. What is not
+                loaded is loaded before; if all slots are taken, into that of the one that was loaded first and is not
+                in use.
             progress: show on stderr how many prompts and tokens are done: a bar at a terminal, else lines.
 
         Returns:
             One finished output per prompt, in order.
 
         Raises:
-            RequestError: a prompt or its parameters are not allowed; nothing has been computed then.
+            RequestError: a prompt, its parameters or its adapter are not allowed; nothing has been computed then.
             EngineDeadError: the engine failed.
         """
         prompt_list = _as_prompt_list(prompts)
         outputs: list[RequestOutput | None] = [None] * len(prompt_list)
-        for index, output in self.generate_unordered(prompt_list, sampling_params, progress=progress):
+        finished = self.generate_unordered(
+            prompt_list, sampling_params, lora_request=lora_request, progress=progress
+        )
+        for index, output in finished:
             outputs[index] = output
         return [output for output in outputs if output is not None]
 
@@ -106,6 +116,7 @@ class LLM(AbstractContextManager["LLM"]):
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequests = None,
         progress: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Generate for all prompts at once and yield each as soon as it has finished, with its index.
@@ -113,21 +124,26 @@ class LLM(AbstractContextManager["LLM"]):
         Closing the iterator aborts what is left. Arguments and errors are those of ``generate``; what its caller does
         with an output comes before progress counts it.
         """
-        steps = self._run(self._check(prompts, sampling_params), is_streaming=False)
+        checked = self._with_adapters(self._check(prompts, sampling_params), lora_request)
+        steps = self._run(checked, is_streaming=False)
         return self._with_progress(steps, len(prompts)) if progress else _each(steps)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after every token.
 
         ``outputs[i].delta_text`` is the text that is new. Closing the iterator aborts the request.
 
         Raises:
-            RequestError: the prompt or the parameters are not allowed.
+            RequestError: the prompt, the parameters or the adapter are not allowed.
             EngineDeadError: the engine failed.
         """
-        checked = self._check([prompt], sampling_params)
+        checked = self._with_adapters(self._check([prompt], sampling_params), lora_request)
         return _accumulated(_each(self._run(checked, is_streaming=True)))
 
     def close(self) -> None:
@@ -160,6 +176,27 @@ class LLM(AbstractContextManager["LLM"]):
             if params.structured_outputs is not None:
                 self.core.grammars.compile(params)
         return checked
+
+    def _with_adapters(
+        self, checked: list[ProcessedInput], lora_request: LoRARequests
+    ) -> list[ProcessedInput]:
+        """Return prompts with the ids of their adapters, which are loaded."""
+        if lora_request is None:
+            return checked
+        requests: Sequence[LoRARequest | None]
+        requests = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(checked)
+        wrong = [each for each in requests if each is not None and not isinstance(each, LoRARequest)]
+        if wrong or len(requests) != len(checked):
+            got = type(wrong[0]).__name__ if wrong else f"{len(requests)} for {len(checked)} prompts"
+            raise RequestError(
+                f"lora_request: got {got}, allowed are a LoRARequest, or one or None for each prompt",
+                parameter="lora_request",
+            )
+        adapters = {each: each.lora_int_id for each in requests if each is not None}
+        for lora in adapters:
+            self.core.adapter_table().load(lora, kept=adapters.values())
+        ids = [0 if each is None else each.lora_int_id for each in requests]
+        return [prompt._replace(lora_id=lora_id) for prompt, lora_id in zip(checked, ids, strict=True)]
 
     def _run(
         self, checked: list[ProcessedInput], *, is_streaming: bool

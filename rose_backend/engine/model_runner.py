@@ -46,7 +46,7 @@ from rose_backend.kernels.captured_graphs import (
     download,
     upload,
 )
-from rose_backend.kernels.gpu_properties import Workspace
+from rose_backend.kernels.gpu_properties import Workspace, is_recording
 from rose_backend.layers.attention import AttentionMetadata, slots_of_rows
 from rose_backend.models.base import CausalLM
 from rose_backend.models.eagle3 import Eagle3Head
@@ -59,7 +59,10 @@ _MIN_ROWS = 4
 _LONG_CHUNK, _SHORT_CHUNK = 128, 16
 _MAX_SHORT_CHUNK_TOKENS = 4096
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    torch.Tensor,
+]
 
 
 def captures_graphs(config: Switches, device: str) -> bool:
@@ -102,6 +105,7 @@ class PassInputs(NamedTuple):
     block_table: Int32Array  # [R, at most MB]
     next_ids: NDArray[np.int64]  # [R], of the token after each row's last one; 0 if it is not known
     slots: NDArray[np.int64]  # [R], request slots
+    lora_slots: NDArray[np.int64] | None = None  # [T], -1 for no adapter; None: no token has one
 
 
 class PromptGraphs:
@@ -109,16 +113,27 @@ class PromptGraphs:
 
     Args:
         forward: given token ids, positions and metadata of a pass without decodes, then ``next_ids`` and ``slots`` of
-            its rows (-1 for padding), returns the hidden states of its requests' last tokens, ``[R, E]``, and waits for
-            nothing.
+            its rows (-1 for padding), and the ``lora_slots`` of its tokens, returns the hidden states of its requests'
+            last tokens, ``[R, E]``, and waits for nothing.
         max_tokens: of a pass.
         table_width: blocks per sequence (MB).
+        takes_adapters: capture passes with adapters, too.
     """
 
-    def __init__(self, forward: Forward, max_tokens: int, table_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        max_tokens: int,
+        table_width: int,
+        device: torch.device,
+        *,
+        takes_adapters: bool = False,
+    ) -> None:
         self._forward = forward
         self._shapes = pass_shapes(max_tokens)
+        self._takes_adapters = takes_adapters
         self._graphs = CapturedGraphs[PassShape](self._compute)
+        self._adapted_graphs = CapturedGraphs[PassShape](functools.partial(self._compute, has_adapters=True))
         self.hidden = torch.empty(0)
         """Where every pass leaves the hidden states of its rows' last tokens, ``[max_rows, E]``."""
         num_tokens = max(shape.num_tokens for shape in self._shapes)
@@ -132,6 +147,7 @@ class PromptGraphs:
                 "block_table": (np.int32, (num_rows, table_width)),
                 "next_ids": (np.int64, (num_rows,)),
                 "slots": (np.int64, (num_rows,)),
+                **({"lora_slots": (np.int64, (num_tokens,))} if takes_adapters else {}),
             },
             device,
         )
@@ -145,8 +161,10 @@ class PromptGraphs:
             nothing, nothing, np.zeros(1, np.int32), no_rows.ravel(), no_rows, nothing, nothing
         )
         self._fill(self._shapes[-1].num_tokens, inputs)
-        shapes = show_progress("capturing prompt passes", self._shapes[::-1])
-        self._graphs.capture(shapes, stream=stream)
+        # One after the other they fit into the same memory.
+        pool = None if is_recording() else torch.cuda.graph_pool_handle()
+        for graphs in (self._graphs, *((self._adapted_graphs,) if self._takes_adapters else ())):
+            graphs.capture(show_progress("capturing prompt passes", self._shapes[::-1]), pool, stream)
 
     def shape_for(self, num_tokens: int, num_rows: int) -> PassShape | None:
         """Return the smallest captured shape for ``num_tokens`` of ``num_rows`` prompts; None where none fits."""
@@ -166,16 +184,20 @@ class PromptGraphs:
         if shape is None:
             return None
         self._fill(shape.num_tokens, inputs)
-        self._graphs.run(shape)
+        (self._graphs if inputs.lora_slots is None else self._adapted_graphs).run(shape)
         return self.hidden[:num_rows]
 
     def _fill(self, width: int, inputs: PassInputs) -> None:
-        input_ids, positions, query_start_loc, num_computed_tokens, block_table, next_ids, slots = inputs
+        input_ids, positions, query_start_loc, num_computed_tokens, block_table, *of_rows, lora_slots = inputs
+        next_ids, slots = of_rows
         host_bytes, fields = self._inputs.begin()
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
         for name, values in (("input_ids", input_ids), ("positions", positions)):
             fields[name][:num_tokens] = values
             fields[name][num_tokens:width] = 0
+        if self._takes_adapters:
+            fields["lora_slots"][:num_tokens] = -1 if lora_slots is None else lora_slots
+            fields["lora_slots"][num_tokens:width] = -1
         fields["query_start_loc"][: num_rows + 1] = query_start_loc
         fields["query_start_loc"][num_rows + 1 :] = num_tokens
         fields["num_computed_tokens"][:num_rows] = num_computed_tokens
@@ -185,7 +207,7 @@ class PromptGraphs:
             fields[name][:num_rows], fields[name][num_rows:] = values, padding
         self._inputs.send(host_bytes)
 
-    def _compute(self, shape: PassShape, _: None = None) -> None:
+    def _compute(self, shape: PassShape, _: None = None, *, has_adapters: bool = False) -> None:
         num_tokens, num_rows, mean_query_len = shape
         inputs = self._inputs.tensors
         metadata = AttentionMetadata(
@@ -203,6 +225,7 @@ class PromptGraphs:
             metadata,
             inputs["next_ids"][:num_rows],
             inputs["slots"][:num_rows],
+            inputs["lora_slots"][:num_tokens] if has_adapters else None,
         )
         if not len(self.hidden):  # in the first pass, which is not captured
             max_rows = max(each.num_rows for each in self._shapes)
@@ -341,6 +364,7 @@ class ModelRunner:
         elif config.drafts is not None:
             drafts = Drafts(config.drafts, state, self._device, is_adaptive=config.adaptive_drafts)
         self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths, drafts)
+        self.decoder.takes_adapters = config.enable_lora
         self.prompts: PromptGraphs | None = None
         self.first_draws: SizedGraphs | None = None
         self.side: SideStream | None = None
@@ -375,6 +399,7 @@ class ModelRunner:
             self._max_num_batched_tokens,
             self._manager.block_table.shape[1],
             self._device,
+            takes_adapters=self.decoder.takes_adapters,
         )
         with self._pass_workspace:
             # On their own stream: the scratch memory of cuBLAS belongs to the stream that a graph is captured on.
@@ -476,7 +501,9 @@ class ModelRunner:
         report = download(pack_logprobs(logits, drawn)) if needs_sampling_extras else None
         return Drawn(download(drawn.token_ids), report)
 
-    def _decode(self, buffers: DecodeBuffers, width: int, drafted: DraftedInputs | None) -> Computed:
+    def _decode(
+        self, buffers: DecodeBuffers, width: int, drafted: DraftedInputs | None, has_adapters: bool
+    ) -> Computed:
         input_ids, positions = buffers.input_ids[:width], buffers.positions[:width]
         num_computed, block_table = buffers.num_computed_tokens[:width], buffers.block_table[:width]
         query_len, starts = 1, None
@@ -491,17 +518,23 @@ class ModelRunner:
             num_decodes=width,
             decode_query_len=query_len,
         )
-        hidden, features = self._forward_model(input_ids, positions, metadata)
+        lora_slots = buffers.lora_slots(width, query_len) if has_adapters else None
+        hidden, features = self._forward_model(input_ids, positions, metadata, lora_slots)
         logits = self._model.compute_logits(hidden)
         params = buffers.sampling(width) if drafted is None else buffers.sampling_after_drafts(width)
         return Computed(self._sample_tokens(logits, params).token_ids, logits, features)
 
     def _forward_model(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        lora_slots: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return final hidden states, and what a head reads of those in between, [T, E]; None if there is none."""
         if self.head_drafts is None:
-            return self._model.forward(input_ids, positions, self._kv_cache, metadata), None
+            forward = self._model.forward
+            return forward(input_ids, positions, self._kv_cache, metadata, lora_slots=lora_slots), None
         held: list[torch.Tensor] = []
         hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata, held)
         return hidden, self.head_drafts.head.combine(held)
@@ -513,9 +546,10 @@ class ModelRunner:
         metadata: AttentionMetadata,
         next_ids: torch.Tensor,
         slots: torch.Tensor,
+        lora_slots: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return final hidden states of a pass without decodes; arguments are those of ``HeadDrafts.read_prompts``."""
-        hidden, features = self._forward_model(input_ids, positions, metadata)
+        hidden, features = self._forward_model(input_ids, positions, metadata, lora_slots)
         if self.head_drafts is not None and features is not None:
             self.head_drafts.read_prompts(input_ids, positions, features, metadata, next_ids, slots)
         return hidden
@@ -553,6 +587,7 @@ class ModelRunner:
             self._manager.block_table[slots, :width],
             np.where(is_known, next_ids, 0).astype(np.int64),
             slots.astype(np.int64),
+            self._state.lora_slot[slot_of_token] if self._state.have_adapters(slots) else None,
         )
         return Chunks(slots, counts, token_ids, inputs)
 
@@ -568,18 +603,20 @@ class ModelRunner:
         positions, counts = inputs.positions, np.diff(inputs.query_start_loc)
         rows = np.repeat(np.arange(len(counts)), counts)
         blocks = inputs.block_table[rows, positions // self._block_size].astype(np.int64)
-        ids, where, query_start_loc, num_computed, block_table, next_ids, slots, slot_mapping = upload(
-            self._device, *inputs, blocks * self._block_size + positions % self._block_size
-        )
+        slot_mapping = blocks * self._block_size + positions % self._block_size
+        lora_slots = () if inputs.lora_slots is None else (inputs.lora_slots,)
+        mapping, *of_pass = upload(self._device, slot_mapping, *inputs[:-1], *lora_slots)
+        ids, where, query_start_loc, num_computed, block_table, next_ids, slots, *of_adapters = of_pass
         metadata = AttentionMetadata(
             query_start_loc,
             num_computed,
             block_table,
-            slot_mapping,
+            mapping,
             num_decodes=0,
             last_tokens_only=last_tokens_only,
         )
-        return self._forward_prompts(ids, where, metadata, next_ids, slots)
+        adapters = of_adapters[0] if of_adapters else None
+        return self._forward_prompts(ids, where, metadata, next_ids, slots, adapters)
 
     def _take_reported_rows(self, chunks: Chunks) -> ReportedRows | None:
         """Return what a pass over ``chunks`` reports of prompts; None for nothing."""

@@ -36,7 +36,7 @@ from rose_backend.engine.outputs import (
     RequestOutput,
 )
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import InputProcessor, ProcessedInput
+from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput, UnloadAdapter
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.structured_outputs import MAX_GRAMMAR_LENGTH
 from rose_backend.engine.tokenizer import Tokenizer
@@ -89,6 +89,13 @@ class Add(NamedTuple):
     """Of the prefix cache."""
     bad_words_token_ids: list[list[int]]
     tenant: bytes
+    lora_id: int
+
+
+class LoadAdapter(NamedTuple):
+    """Asks for an ``AdapterAnswer``."""
+
+    lora: LoRARequest
 
 
 class Abort(NamedTuple):
@@ -179,6 +186,13 @@ class OutputBatch(NamedTuple):
     updates: list[Update]
 
 
+class AdapterAnswer(NamedTuple):
+    """An adapter is loaded, or cannot be."""
+
+    lora_id: int
+    error: RequestError | None
+
+
 class Refused(NamedTuple):
     """A request was not started."""
 
@@ -254,6 +268,8 @@ class RemoteEngine(EngineClient):
         # Each with what had been sent when it asked.
         self._counter_waiters: deque[tuple[asyncio.Future[None], int]] = deque()
         self._room_waiter: asyncio.Future[None] | None = None
+        # Of adapters that are being loaded, by id.
+        self._adapter_waiters: dict[int, asyncio.Future[None]] = {}
         # Memory of the requests that were sent to the engine process, and of those that it has read for certain.
         self._num_sent_bytes = 0
         self._num_read_bytes = 0
@@ -286,6 +302,17 @@ class RemoteEngine(EngineClient):
             await asyncio.wait([self._ask()], timeout=_COUNTERS_TIMEOUT_S)
         return self._counters
 
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Do what ``EngineClient.load_adapter`` does."""
+        self._check_running()
+        waiter = self._adapter_waiters[lora.lora_int_id] = asyncio.get_running_loop().create_future()
+        self._send(LoadAdapter(lora))
+        await waiter
+
+    def unload_adapter(self, lora_id: int) -> None:
+        """Do what ``EngineClient.unload_adapter`` does."""
+        self._send(UnloadAdapter(lora_id))
+
     async def shutdown(self) -> None:
         """Do what ``EngineClient.shutdown`` does."""
         if self.is_running:
@@ -303,13 +330,13 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         self._register(stream)
-        number, text, ids, params, namespace, words, tenant = prompt
+        number, text, ids, params, namespace, words, tenant, lora_id = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
         if params.structured_outputs is not None:
             self._num_sent_bytes += _BYTES_PER_GRAMMAR
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
         stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
-        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words, tenant))
+        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words, tenant, lora_id))
 
     def _end(self, stream: OutputStream) -> None:
         self._send(Abort(stream.request_id))
@@ -382,6 +409,10 @@ class RemoteEngine(EngineClient):
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
                 stream.put(message.error)
+        elif isinstance(message, AdapterAnswer):
+            loaded = self._adapter_waiters.pop(message.lora_id, None)
+            if loaded is not None and not loaded.done():
+                loaded.set_exception(message.error) if message.error else loaded.set_result(None)
         elif isinstance(message, Counters):
             self._counters = message
             waiter, self._num_read_bytes = self._counter_waiters.popleft()
@@ -407,6 +438,9 @@ class RemoteEngine(EngineClient):
     def _fail_all(self, error: EngineDeadError) -> None:
         for stream in self._take_all():
             stream.put(error)
+        for loading in self._adapter_waiters.values():
+            if not loading.done():
+                loading.set_exception(error)
         # Waiters stay queued: an engine process that was told to stop may still answer earlier requests for counters.
         for waiter, _ in self._counter_waiters:
             waiter.cancel()

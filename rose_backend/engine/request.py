@@ -53,6 +53,35 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter that PEFT has written, in vLLM's words.
+
+    Raises:
+        RequestError: a value is of another type, or empty.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    """From 1 on. An adapter that is loaded is known by it, so it names one and the same path until it is unloaded."""
+    lora_path: str
+    """Local directory."""
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value or "\0" in value:
+                raise RequestError(f"{name}: got {reprlib.repr(value)}, allowed is a text that is not empty")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise RequestError(f"lora_int_id: got {self.lora_int_id!r}, allowed is an integer of at least 1")
+
+
+class UnloadAdapter(NamedTuple):
+    """Asks an engine to let later requests not use an adapter."""
+
+    lora_id: int
+
+
 @dataclass(slots=True, eq=False)
 class CompletionText:
     """What the caller sees of a completion. Only the output thread touches it while the engine runs."""
@@ -145,6 +174,10 @@ class Request:
     """Of the prefix cache: only requests with the same one share cached tokens."""
     tenant: bytes = b""
     """Who shares slots with others, see ``turns.py``."""
+    lora_id: int = 0
+    """``lora_int_id`` of its adapter; 0 for none."""
+    lora_slot: int = -1
+    """Where that is, once the engine has the request; -1 for none."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     text_context: list[int] = field(default_factory=list)
     """Tokens of the prompt on which the text of its answers depends."""
@@ -254,6 +287,8 @@ class ProcessedInput(NamedTuple):
     """What ``bad_words`` are as tokens."""
     tenant: bytes = b""
     """Who shares slots with others."""
+    lora_id: int = 0
+    """As in ``Request``."""
 
 
 class InputProcessor:
@@ -330,7 +365,7 @@ class InputProcessor:
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
     ) -> Request:
         """Build a request of what ``process`` has returned."""
-        number, prompt, ids, params, namespace, bad_words_token_ids, tenant = processed
+        number, prompt, ids, params, namespace, bad_words_token_ids, tenant, lora_id = processed
         room = self.max_model_len - len(ids)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -341,6 +376,7 @@ class InputProcessor:
             is_streaming=is_streaming,
             namespace=namespace,
             tenant=tenant,
+            lora_id=lora_id,
             bad_words_token_ids=bad_words_token_ids,
             text_context=self._decoder(params).context(ids),
             prompt_logprobs=self.make_prompt_logprobs(processed),

@@ -90,6 +90,8 @@ class SequenceState:
         )
         self._sampling["top_k"] = self._sampling["top_k"].view(np.int32)
         self.seed = np.zeros(max_num_seqs, np.int64)
+        self.lora_slot: Int64Array = np.full(max_num_seqs, -1, np.int64)
+        """Of each slot's adapter; -1 for none."""
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
         self.uses_processors = np.zeros(max_num_seqs, np.bool_)
         self.has_processor_entry = np.zeros(max_num_seqs, np.bool_)
@@ -135,6 +137,7 @@ class SequenceState:
         if params.top_k < 0:
             self._sampling["top_k"][slot] = 0
         self.seed[slot] = completion.seed
+        self.lora_slot[slot] = request.lora_slot
         self.uses_penalties[slot] = params.has_penalties
         self.uses_processors[slot] = params.has_processors
         has_entry = params.has_processors or bool(self.stops_before_min_tokens(completion))
@@ -219,6 +222,10 @@ class SequenceState:
         completion = self.completions[slot]
         assert completion is not None, f"request slot {slot} holds no completion"
         return completion
+
+    def have_adapters(self, slots: IntArray) -> bool:
+        """Whether any of ``slots`` has a LoRA adapter."""
+        return bool(np.count_nonzero(self.lora_slot[slots] >= 0))
 
     def needs_extras_now(self, slots: IntArray) -> bool:
         """Whether a decode step over ``slots`` has to draw again, see ``SamplingExtras``."""

@@ -40,9 +40,10 @@ from rose_backend.engine.request import generation_eos_token_ids
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
-from rose_backend.kernels import PackedLinear
+from rose_backend.kernels import Adapters, PackedLinear
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
+from rose_backend.models.adapters import AdapterSlots, why_no_adapters
 from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.eagle3 import Eagle3Head, check_head
@@ -87,6 +88,8 @@ class LoadedModel:
     """How long each part of loading took."""
     head: Eagle3Head | None = None
     """What makes drafts; None: they are looked up, if there are any."""
+    lora_slots: AdapterSlots | None = None
+    """Room for LoRA adapters; None: there is none."""
 
 
 def load(
@@ -123,6 +126,8 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
     def check_sizes(sizes: ModelConfig) -> None:
         if drafts is not None and drafts.model is not None:
             check_head(drafts.model, sizes)
+        if config.enable_lora and (why := why_no_adapters(sizes)) is not None:
+            raise ConfigError(f"enable_lora: got True, allowed is False for a model with {why}")
 
     with LoadingProgress() as progress:
         model = load_model(
@@ -137,6 +142,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
     sizes = model.config
     max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
     head = load_draft_head(config, model)
+    lora_slots = model.add_lora_slots(config.max_loras, config.max_lora_rank) if config.enable_lora else None
     if not config.chunked_prefill and config.token_budget < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
@@ -151,7 +157,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
     if not is_online:
         tokenizer.prepare()
     of_head = None if head is None else head.weights
-    weight_bytes = storage_bytes((model.weights, of_head), leave_out=PackedLinear)
+    weight_bytes = storage_bytes((model.weights, of_head), leave_out=(PackedLinear, Adapters))
     return LoadedModel(
         config=config,
         model=model,
@@ -163,7 +169,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
         weight_bytes=weight_bytes,
-        packed_bytes=storage_bytes((model.weights, of_head)) - weight_bytes,
+        packed_bytes=storage_bytes((model.weights, of_head), leave_out=Adapters) - weight_bytes,
         compilation=compilation,
         seconds={
             "kernel list": kernels_known - start,
@@ -172,6 +178,7 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             "tokenizer": time.perf_counter() - pool_made,
         },
         head=head,
+        lora_slots=lora_slots,
     )
 
 
@@ -320,6 +327,7 @@ def _memory_use(loaded: LoadedModel, graph_bytes: dict[str, int]) -> tuple[dict[
     memory = {
         "weights": loaded.weight_bytes,
         "packed copies of weights": loaded.packed_bytes,
+        "LoRA slots": 0 if loaded.lora_slots is None else loaded.lora_slots.num_bytes,
         "KV pool": loaded.kv_cache.nbytes,
     }
     if loaded.kv_cache.device.type == "cpu":

@@ -23,6 +23,7 @@ from rose_backend.kernels import (
     PackedLinear,
     PackedNorm,
     QuantizedActivations,
+    adapter_rows,
     add_adapters,
     add_layer_norm,
     add_rms_norm,
@@ -354,8 +355,10 @@ class ResidualStream:
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
-        assert self._adapter_rows is None, "rows are all of the step"
         self.hidden = self.hidden[tokens]
+        if self._adapter_rows is not None:
+            order, rising = self._adapter_rows
+            self._adapter_rows = adapter_rows(torch.empty_like(rising).index_copy_(0, order, rising)[tokens])
 
     def gelu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:
         """Add ``down(gelu(up(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""

@@ -13,7 +13,14 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, Float8Weight, HeadRotation, Int4Weight, embed_tokens
+from rose_backend.kernels import (
+    AttentionOptions,
+    Float8Weight,
+    HeadRotation,
+    Int4Weight,
+    adapter_rows,
+    embed_tokens,
+)
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import Decoder, max_packed_float8_rows, max_packed_int4_rows, run_layers
@@ -25,6 +32,7 @@ from rose_backend.layers.linear import (
     pack_layer,
     packs_layers,
 )
+from rose_backend.models.adapters import AdapterSlots
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.weights import Checkpoint, ProgressCallback
 
@@ -96,6 +104,7 @@ class CausalLM(ABC):
         kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
         metadata: AttentionMetadata,
         held: list[torch.Tensor] | None = None,  # written
+        lora_slots: torch.Tensor | None = None,  # [T] int64
     ) -> torch.Tensor:
         """Run all layers over one step's tokens and return the final hidden states, [T, E].
 
@@ -105,6 +114,7 @@ class CausalLM(ABC):
         Args:
             kv_cache: may have further layers after the model's.
             held: gets the hidden states, [T, E] each, of the layers that ``hold_layers`` was given.
+            lora_slots: of each token's adapter, negative for none; None: no token has one. See ``add_lora_slots``.
         """
         attention = PagedAttention(
             metadata,
@@ -122,7 +132,14 @@ class CausalLM(ABC):
             weights.position_embedding,
             next_norm=self._decoder.first_norm(len(input_ids), attention),
         )
-        return run_layers(self._decoder, *embedded, positions, attention, held)
+        decoder = self._decoder
+        if lora_slots is not None:
+            decoder = replace(decoder, adapter_rows=adapter_rows(lora_slots))
+        return run_layers(decoder, *embedded, positions, attention, held)
+
+    def add_lora_slots(self, num_slots: int, max_rank: int) -> AdapterSlots:
+        """Give the layers slots for adapters; ``why_no_adapters`` finds nothing."""
+        return AdapterSlots(self.weights.layers, self.config, num_slots, max_rank)
 
     def hold_layers(self, layers: Sequence[int]) -> None:
         """Let ``forward`` hand out the hidden states that come into these layers, in ascending order."""

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+"""What PEFT writes of an adapter."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt writes what newer versions also write into config.json."""
 
@@ -167,7 +170,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     index = directory / WEIGHTS_INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file():
-        return _tensors_of(directory / WEIGHTS_FILE)
+        return find_stored(directory / WEIGHTS_FILE)
     if not index.is_file():
         raise ModelError(
             f"model: directory {str(directory)!r} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}"
@@ -181,7 +184,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise ModelError(f"model: {str(index)!r} names {path.name!r}, which is missing")
     found: dict[str, StoredTensor] = {}
     for path in files:
-        for name, tensor in _tensors_of(path).items():
+        for name, tensor in find_stored(path).items():
             if name in found:
                 raise ModelError(
                     f"model: tensor {name!r} is both in {found[name].path.name!r} and in {path.name!r}"
@@ -193,16 +196,30 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+def find_stored(path: Path, max_header_bytes: int | None = None) -> dict[str, StoredTensor]:
+    """Return where the tensors of one file lie, by name.
+
+    Args:
+        max_header_bytes: of what the file says of them, in a file that may be anybody's.
+
+    Raises:
+        ModelError: it is incomplete or damaged.
+    """
     try:
-        # The library checks that offsets fit shapes, types and the file's length. It does not tell them.
-        with safe_open(path, framework="np"):
-            pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            is_too_long = max_header_bytes is not None and length > max_header_bytes
+            if not is_too_long:
+                # The library checks that offsets fit shapes, types and the file's length. It does not tell them.
+                with safe_open(path, framework="np"):
+                    pass
+                header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"model: {str(path)!r} is not a complete safetensors file: {error}") from error
+    if is_too_long:
+        raise ModelError(
+            f"model: {str(path)!r} has a header of {length} bytes, allowed are {max_header_bytes}"
+        )
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _COUNTING_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES) | {
+_ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES | _ADAPTER_ROUTES) | {
     "/",
     "/v1/models",
     "/health",
@@ -53,7 +54,7 @@ ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES) | {
     "/openapi.json",
     "/docs",
 }
-READ_ROUTES = ROUTES - GENERATING_ROUTES - _COUNTING_ROUTES
+READ_ROUTES = ROUTES - GENERATING_ROUTES - _COUNTING_ROUTES - _ADAPTER_ROUTES
 """Routes of GET, which also answer HEAD."""
 OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/metrics"})
 """Routes without API key: probes and scrapers have none, and the page holds nothing of anybody's."""

@@ -1231,6 +1231,7 @@ class CountTokensRequest(Body):
             RequestError: a block lacks a field, or its role has none of that type, or there are too many.
         """
         fields: dict[str, Any] = {
+            "model": self.model,
             "messages": self._chat_messages(merges_instructions),
             "chat_template_kwargs": self.chat_template_kwargs,
         }
@@ -1407,6 +1408,28 @@ def _check_neutral(name: str, value: Any, allowed: tuple[object, ...]) -> None:
         return
     neutral = " or ".join("null" if item is None else repr(item) for item in allowed)
     raise refused(name, f"got {reprlib.repr(value)}, which is not supported; allowed is {neutral}")
+
+
+class LoadLoRAAdapterRequest(Body):
+    """Body of ``POST /v1/load_lora_adapter``."""
+
+    not_supported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    """Without effect, as in vLLM for models without experts."""
+
+
+class UnloadLoRAAdapterRequest(Body):
+    """Body of ``POST /v1/unload_lora_adapter``."""
+
+    not_supported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """Without effect, as in vLLM."""
 
 
 # Answers, for /openapi.json only.
@@ -1815,9 +1838,10 @@ class ModelCard(Exact):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    """Of an adapter."""
     permission: list[dict[str, Any]]
-    max_model_len: int
+    max_model_len: int | None
 
 
 class ModelList(Exact):

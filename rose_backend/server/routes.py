@@ -21,6 +21,7 @@ from rose_backend import __version__
 from rose_backend.engine.request import MAX_CUT_TOKENS, InputProcessor, ProcessedInput
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import EngineStalledError
+from rose_backend.server.adapters import ServedAdapter
 from rose_backend.server.answer_parsers import (
     END_OF_REASONING,
     MAKE_TOOL_CALL_PARSER,
@@ -56,6 +57,7 @@ from rose_backend.server.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
     GenerationRequest,
+    LoadLoRAAdapterRequest,
     MessageModel,
     MessagesErrorAnswer,
     MessagesRequest,
@@ -66,6 +68,7 @@ from rose_backend.server.protocol import (
     StreamOptions,
     TokenizeAnswer,
     TokenizeRequest,
+    UnloadLoRAAdapterRequest,
     VersionAnswer,
     check_other_fields,
     measure_json,
@@ -76,6 +79,8 @@ from rose_backend.server.response_answers import ResponseAnswer
 from rose_backend.server.service import Service
 
 router = APIRouter()
+adapter_router = APIRouter()
+"""Where clients may load adapters."""
 T = TypeVar("T")
 
 _MAX_PARALLEL_LENGTH = 1 << 18
@@ -122,6 +127,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         partial(processor.process_all, prompts, [params] * len(prompts), namespace, options, tenant),
         None if options.truncate_prompt_tokens is None else service.long_truncation,
     )
+    inputs = with_adapter(inputs, body, service)
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
@@ -184,6 +190,7 @@ async def answer_chat(
             return processor.process_all([ids], [params], namespace, options, tenant)
 
     inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
+    inputs = with_adapter(inputs, body, service)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
     role = conversation.answer_role
     echo = conversation.final if body.echo and conversation.final_role == role else ""
@@ -284,18 +291,23 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
     service: Service = request.app.state.service
+    root, window = service.engine.config.model, service.engine.input_processor.max_model_len
+    served: list[tuple[str, str, str | None, int | None]]
+    served = [(name, root, None, window) for name in service.settings.served_model_names]
+    # As in vLLM, these do not repeat the window.
+    served += [(each.lora.lora_name, each.lora.lora_path, each.parent, None) for each in service.adapters]
     cards = [
         {
             "id": name,
             "object": "model",
             "created": service.start_time_s,
             "owned_by": "rose_backend",
-            "root": service.engine.config.model,
-            "parent": None,
+            "root": path,
+            "parent": parent,
             "permission": [_permission(service)],
-            "max_model_len": service.engine.input_processor.max_model_len,
+            "max_model_len": max_model_len,
         }
-        for name in service.settings.served_model_names
+        for name, path, parent, max_model_len in served
     ]
     return _json({"object": "list", "data": cards})
 
@@ -397,6 +409,22 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
+@adapter_router.post("/v1/load_lora_adapter", response_class=Response, tags=["models"])
+async def load_lora_adapter(request: Request, body: LoadLoRAAdapterRequest) -> Response:
+    """Load a LoRA adapter, which requests can name as their model from then on."""
+    check_other_fields(body)
+    await request.app.state.service.adapters.load(body)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@adapter_router.post("/v1/unload_lora_adapter", response_class=Response, tags=["models"])
+async def unload_lora_adapter(request: Request, body: UnloadLoRAAdapterRequest) -> Response:
+    """Unload a LoRA adapter. Requests that use it are answered to their end."""
+    check_other_fields(body)
+    await request.app.state.service.adapters.unload(body)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
 DIRECT_ROUTES: dict[str, DirectRoute] = {
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatCompletionRequest, chat),
@@ -407,6 +435,11 @@ DIRECT_ROUTES: dict[str, DirectRoute] = {
     "/detokenize": (DetokenizeRequest, detokenize),
 }
 """By path: what ``DirectRoutes`` answers without FastAPI."""
+ADAPTER_ROUTES: dict[str, DirectRoute] = {
+    "/v1/load_lora_adapter": (LoadLoRAAdapterRequest, load_lora_adapter),
+    "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest, unload_lora_adapter),
+}
+"""The same where clients may load adapters."""
 
 
 def check_body(request: Request, body: Body) -> Service:
@@ -417,16 +450,39 @@ def check_body(request: Request, body: Body) -> Service:
         RequestError: see ``check_other_fields``.
     """
     service: Service = request.app.state.service
+    find_adapter(service, body.model)
+    check_other_fields(body)
+    return service
+
+
+def find_adapter(service: Service, name: str | None) -> ServedAdapter | None:
+    """Return the adapter that a request names as its model; None: it names the base model, or nothing.
+
+    Raises:
+        ApiError: 404, there is no model of this name.
+    """
     names = service.settings.served_model_names
-    if body.model is not None and body.model not in names:
+    adapter = service.adapters.find(name)
+    if adapter is None and name is not None and name not in names:
+        names = (*names, *(each.lora.lora_name for each in service.adapters))
         raise ApiError(
             404,
-            f"model: got {body.model[:200]!r}, allowed here: {', '.join(names)}",
+            f"model: got {name[:200]!r}, allowed here: {', '.join(names)}",
             param="model",
             code="model_not_found",
         )
-    check_other_fields(body)
-    return service
+    return adapter
+
+
+def with_adapter(
+    inputs: list[ProcessedInput], body: GenerationRequest, service: Service
+) -> list[ProcessedInput]:
+    """Return prompts with the adapter that the request names; errors are those of ``find_adapter``."""
+    # Only now: it may have been unloaded, or loaded again, while prompts were tokenized.
+    adapter = find_adapter(service, body.model)
+    if adapter is None:
+        return inputs
+    return [each._replace(lora_id=adapter.lora.lora_int_id) for each in inputs]
 
 
 @contextlib.contextmanager
@@ -575,7 +631,7 @@ def answer_options(
     return AnswerOptions(
         id=f"{prefix}{request.state.record.request_id}",
         created=int(time.time()),
-        model=service.model_name,
+        model=service.model_name if service.adapters.find(body.model) is None else str(body.model),
         n=inputs[0].params.n,
         include_usage=bool(streaming.include_usage),
         continuous_usage=bool(streaming.continuous_usage_stats),

@@ -68,6 +68,9 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
     """Load the model, in this process or in a separate one; errors are those of ``serve``."""
+    for name in ("lora_modules", "runtime_lora_dir"):
+        if getattr(settings, name) and not config.enable_lora:
+            raise ConfigError(f"{name}: allowed with enable_lora only")
     chat_template = ChatTemplate(settings.chat_template)
     engine: EngineClient
     if settings.frontend_multiprocessing:
@@ -98,10 +101,13 @@ def build_app(service: Service) -> ASGIApp:
     app.state.service = service
     add_error_handlers(app)
     app.include_router(routes.router)
-    settings = service.settings
+    settings, direct_routes = service.settings, routes.DIRECT_ROUTES
+    if settings.runtime_lora_dir is not None:
+        app.include_router(routes.adapter_router)
+        direct_routes = {**direct_routes, **routes.ADAPTER_ROUTES}
     if settings.page:
         app.include_router(page.router)
-    answers = Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
+    answers = Middleware(DirectRoutes(app, direct_routes), service)
     if not settings.allowed_origins:
         return answers
     # Around all else: a browser asks without a key whether a page may send a request, and shows it refusals only with
@@ -148,6 +154,11 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the addresses."""
         await self._service.engine.start()
+        try:
+            await self._service.adapters.load_first()
+        except BaseException:
+            await self._service.engine.shutdown()
+            raise
         await super().startup(sockets)
         for listener in sockets or ():
             age_s = process_age_s()

@@ -21,6 +21,7 @@ from rose_backend.block_manager import reporting_unit
 from rose_backend.engine.client import EngineClient
 from rose_backend.engine.outputs import Counters
 from rose_backend.engine.request import check_cache_salt, sampling_defaults
+from rose_backend.server.adapters import ServedAdapters
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.settings import ServerSettings
 from rose_backend.server.tracing import Tracing
@@ -295,6 +296,7 @@ class Service:
             max_model_len=engine.input_processor.max_model_len,
             exact_cached_tokens=settings.exact_cached_tokens,
         )
+        self.adapters = ServedAdapters(engine, settings)
         self.namespaces = CacheNamespaces(settings)
         endpoint = settings.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
@@ -45,6 +46,16 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
+@dataclass(frozen=True, slots=True)
+class LoRAModule:
+    """An adapter that a server loads at its start."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """The parent that ``/v1/models`` names; None, or no served name: the first served name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Options of ``rose serve`` that are not the engine's.
@@ -78,6 +89,10 @@ class ServerSettings:
     """How it writes calls, one of ``TOOL_CALL_PARSERS``."""
     reasoning_parser: str | None = None
     """How the model marks the reasoning before its answer, one of ``REASONING_PARSERS``; None: it is content."""
+    lora_modules: tuple[LoRAModule, ...] = ()
+    """Adapters to load at the start; requests name them as their model."""
+    runtime_lora_dir: str | None = None
+    """Directory from which clients may load adapters at run time; None: they may not."""
     max_connections: int = 2048
     """Open at once; more are answered 503 and closed."""
     max_header_bytes: int = 64 << 10
@@ -126,6 +141,7 @@ class ServerSettings:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(names)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
+        self._check_adapters()
         if self.otlp_traces_endpoint is not None:
             check_tracing(self.otlp_traces_endpoint)
         for name, low, high in (
@@ -165,3 +181,16 @@ class ServerSettings:
             raise ConfigError(
                 "api_key: got an empty key or one with spaces or characters outside ASCII, neither is allowed"
             )
+
+    def _check_adapters(self) -> None:
+        names = list(self.served_model_names)
+        for module in self.lora_modules:
+            if not module.name or not module.path:
+                raise ConfigError(f"lora_modules: got {module}, allowed are a name and a path")
+            if module.name in names:
+                raise ConfigError(
+                    f"lora_modules: got {module.name!r} twice, allowed are names that no other model has"
+                )
+            names.append(module.name)
+        if self.runtime_lora_dir is not None and not Path(self.runtime_lora_dir).is_dir():
+            raise ConfigError(f"runtime_lora_dir: got {self.runtime_lora_dir!r}, allowed is a directory")

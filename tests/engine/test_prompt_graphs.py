@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +55,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[PromptGraphs, Seen]:
     empty = torch.empty
 
     def forward(
-        ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, *of_rows: torch.Tensor
+        ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, *others: torch.Tensor | None
     ) -> torch.Tensor:
         assert metadata.query_start_loc is not None and metadata.num_decodes == 0
         values = (metadata.query_start_loc, metadata.num_computed_tokens, metadata.block_table)
         assert metadata.mean_query_len in (128, 32) and metadata.last_tokens_only
-        seen.append(tuple(tensor.clone() for tensor in (ids, positions, *values, *of_rows)))
+        tensors = (each for each in (ids, positions, *values, *others) if each is not None)
+        seen.append(tuple(tensor.clone() for tensor in tensors))
         # Of the last token of each row, its id and its row.
         rows = torch.arange(len(metadata.num_computed_tokens))
         return torch.stack([ids[metadata.query_start_loc[1:].long() - 1], rows], dim=1)
@@ -117,6 +119,22 @@ def test_inputs_of_the_narrowest_pass_that_fits(
     assert (tables[:num_rows, :3] == 5).all()
     assert next_ids.tolist() == [*range(3, num_rows + 3), *[0] * (len(next_ids) - num_rows)]
     assert slots.tolist() == [*range(5, num_rows + 5), *[-1] * (len(slots) - num_rows)]
+
+
+def test_passes_with_adapters_know_the_slot_of_each_token() -> None:
+    seen: list[list[int] | None] = []
+
+    def forward(ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(None if others[-1] is None else others[-1].tolist())
+        return torch.zeros((len(others[1].num_computed_tokens), 2))
+
+    graphs = PromptGraphs(forward, MAX_TOKENS, 6, torch.device("cpu"), takes_adapters=True)
+    for lora_slots in (np.full(70, 3), None, np.array([*[2] * 30, *[-1] * 20])):
+        num_tokens = 60 if lora_slots is None else len(lora_slots)
+        tokens, row = np.arange(num_tokens), np.zeros(1, np.int64)
+        starts, tables = np.array([0, num_tokens], np.int32), np.zeros((1, 3), np.int32)
+        graphs.run(PassInputs(tokens, tokens, starts, row.astype(np.int32), tables, row, row, lora_slots))
+    assert seen == [[*[3] * 70, *[-1] * 58], None, [*[2] * 30, *[-1] * 34]]
 
 
 def test_what_fits_no_pass_runs_without(passes: tuple[PromptGraphs, Seen]) -> None:

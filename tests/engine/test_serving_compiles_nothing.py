@@ -114,6 +114,9 @@ class RandomSteps:
         self._state.num_prompt_tokens[rows] = longest
         asks = rng.random(len(rows)) < rng.choice([0, 0.1, 1])
         self._state.num_prompt_logprobs[rows] = np.where(asks, rng.integers(0, 21, len(rows)), -1)
+        if self._limits.enable_lora:
+            has_adapter = rng.random(len(rows)) < rng.choice([0, 0.5, 1])
+            self._state.lora_slot[rows] = np.where(has_adapter, rng.integers(0, 8, len(rows)), -1)
         num_drafts = self._num_drafts(rows[:num_decodes])
         forwarded = self._runner.forward(
             Step(rows, counts, num_decodes, self._clones(), num_drafts=num_drafts)
@@ -162,6 +165,18 @@ CASES: dict[str, tuple[dict[str, Any], GpuProperties, dict[str, Any]]] = {
             "max_num_seqs": 90,
         },
     ),
+    "Qwen3, adapters": (QWEN3, H100, {"enable_lora": True}),
+    "Llama, adapters, drafts": (
+        QWEN3 | LLAMA_8B,
+        H100,
+        {"enable_lora": True, "speculative_config": N_GRAMS, "max_num_seqs": 200, "max_lora_rank": 64},
+    ),
+    "Qwen3, adapters, launched": (
+        QWEN3,
+        A100,
+        {"enable_lora": True, "cuda_graph": False, "max_num_seqs": 48, "fused_add_layernorm": False},
+    ),
+    "float8 rows, adapters": (QWEN3 | LLAMA_8B | ROWS, H100, {"enable_lora": True}),
     "Llama, head": (QWEN3 | LLAMA_8B | LAYERS, H100, {"speculative_config": HEAD, "max_num_seqs": 200}),
     "Qwen3, head, launched": (
         QWEN3 | LAYERS,
@@ -221,5 +236,6 @@ def test_random_steps_launch_what_the_start_has_launched(
     names = {each.name for each in sources}
     assert ("_quantize_kernel" in names) == ("float8" in case and gpu is H100)
     assert ("_dequantize_kernel" in names) == ("float8" in case and gpu is not H100)
+    assert ("_adapters_expand_kernel" in names) == ("adapters" in case)
     late = [(each.name, each.signature, each.constexprs, each.attributes) for each in sources[num_launched:]]
     assert not late, "\n".join(map(str, late))

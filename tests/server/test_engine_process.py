@@ -291,7 +291,7 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
     engine._core._advance = fail_later  # type: ignore[method-assign]
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(Add("seven", 7, ids, params, b"cache", [], b"key")))
+    ours.sendall(encode(Add("seven", 7, ids, params, b"cache", [], b"key", 0)))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
@@ -308,7 +308,7 @@ def test_batches_without_ack_hold_later_ones_back(
     engine, ours = engine_in_a_thread
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    ours.sendall(encode(Add("one", 1, ids, params, b"", [], b"")))
+    ours.sendall(encode(Add("one", 1, ids, params, b"", [], b"", 0)))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:

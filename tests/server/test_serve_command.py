@@ -24,7 +24,7 @@ from rose_backend import EngineConfig
 from rose_backend.cli import main
 from rose_backend.errors import ConfigError
 from rose_backend.server.serve import _bound, bind
-from rose_backend.server.settings import ServerSettings
+from rose_backend.server.settings import LoRAModule, ServerSettings
 from tests.server.live_server import (
     LONG,
     is_alive,
@@ -286,7 +286,26 @@ def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
     assert started == [expected, expected]
 
 
-def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
+def test_adapters_are_given_as_to_vllm(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    one, other = LoRAModule("a", "b=c"), LoRAModule("d", "e,f", "m")
+    as_json = '{"name": "d", "path": "e,f", "base_model_name": "m", "is_3d_lora_weight": false}'
+    for given, expected in (
+        (("a=b=c",), (one,)),
+        (("a=b=c", as_json), (one, other)),
+        ((f"[{as_json}]", "", "a=b=c"), (other, one)),
+    ):
+        assert (
+            run("m", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "4", "--lora-modules", *given)
+            == 0
+        )
+        config, settings = started.pop()
+        assert settings.lora_modules == expected
+        assert (config.enable_lora, config.max_loras, config.max_lora_rank) == (True, 2, 4)
+
+
+def test_every_option_reaches_its_place(
+    started: list[tuple[EngineConfig, ServerSettings]], tmp_path: Path
+) -> None:
     given: dict[str, Any] = {
         "host": "::1",
         "port": 9,
@@ -297,6 +316,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     given |= {"max_header_bytes": 2000, "max_headers": 20, "header_timeout_s": 1.5, "body_timeout_s": 2.5}
     given |= {"keep_alive_timeout_s": 3.5, "max_body_bytes": 5, "max_prompts": 6, "max_answer_tokens": 7}
     given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5, "tool_call_parser": "hermes"}
+    given |= {"runtime_lora_dir": str(tmp_path), "lora_modules": "x=y"}
     given |= {"reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://localhost:4317"}
     argv = [
         "m",
@@ -327,7 +347,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     given |= {"allowed_origins": ("https://x.org", "http://[::1]:80"), "allowed_methods": ("GET",)}
     given |= {"allowed_headers": ("x-a",), "allow_credentials": True}
     given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
-    given |= {"enable_auto_tool_choice": True}
+    given |= {"enable_auto_tool_choice": True, "lora_modules": (LoRAModule("x", "y"),)}
     assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
     assert run(*argv) == 0
     config = EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3)
@@ -415,6 +435,12 @@ def test_an_empty_variable_is_no_key(
         (("m", "--allowed-origins", '["x.org"]'), ("allowed_origins: got 'x.org'",)),
         (("m", "--allowed-headers", '["a b"]'), ("allowed_headers: got 'a b'",)),
         (("m", "--allowed-methods", "[1]"), ("--allowed-methods", "JSON list of texts")),
+        (("m", "--lora-modules", "5"), ("--lora-modules", "NAME=PATH or JSON", "'5'")),
+        (("m", "--lora-modules", '{"name": 1, "path": "b"}'), ("--lora-modules", "NAME=PATH or JSON")),
+        (("m", "--lora-modules", '{"name": "a"}'), ("--lora-modules", "NAME=PATH or JSON")),
+        (("m", "--lora-modules", "m=b"), ("lora_modules: got 'm' twice",)),
+        (("m", "--lora-modules", "a=b", "--port", "0"), ("lora_modules: allowed with enable_lora only",)),
+        (("m", "--runtime-lora-dir", "/no/such"), ("runtime_lora_dir: got '/no/such', allowed is",)),
         (("m", "--drain-timeout-s", "-1"), ("drain_timeout_s: got -1.0",)),
         (("m", "--send-timeout-s", "-1"), ("send_timeout_s: got -1.0",)),
     ],

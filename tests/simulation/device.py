@@ -273,7 +273,7 @@ class Buffers(DecodeBuffers):
     ) -> None:
         self.tokens = np.zeros((2, num_rows), np.int64)
         self.input_ids, self.first_tokens = self.tokens
-        self.longs = np.zeros((num_rows, 3), np.int64)  # position, draw position, seed
+        self.longs = np.zeros((num_rows, 4), np.int64)  # position, draw position, seed, slot of the adapter
         self.num_computed_tokens = np.full(num_rows, -1, np.int64)
         self.block_table = np.zeros((num_rows, table_width + spare_columns), np.int64)
         self.drawn = np.full((HISTORY_STEPS, num_drafts + 1, num_rows), -7, np.int64)

@@ -1,0 +1,148 @@
+"""The LoRA adapters that requests may name as their model; texts and status codes are vLLM's.
+
+Whoever may load one makes the server read files, so clients may do so only where the server was started with a
+directory to take them from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_backend.engine.client import EngineClient
+from rose_backend.engine.request import LoRARequest
+from rose_backend.errors import ConfigError, RequestError
+from rose_backend.models.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from rose_backend.server.error_answers import ApiError
+from rose_backend.server.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest, refused
+from rose_backend.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+MAX_NAME_LENGTH = 256
+"""Characters of an adapter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that the engine has loaded."""
+
+    lora: LoRARequest
+    parent: str
+    """Name of the base model."""
+
+
+class ServedAdapters:
+    """The adapters of one server, by name. Belongs to the event loop's thread."""
+
+    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._by_name: dict[str, ServedAdapter] = {}
+        self._num_loaded = 0
+        # Held while one is loaded or unloaded.
+        self._lock = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[ServedAdapter]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str | None) -> ServedAdapter | None:
+        """Return the adapter of this name; None: there is none."""
+        return None if name is None else self._by_name.get(name)
+
+    async def load_first(self) -> None:
+        """Load the adapters that the server was started with.
+
+        Raises:
+            ConfigError: one of them cannot be loaded.
+        """
+        for module in self._settings.lora_modules:
+            try:
+                await self._load(module.name, module.path, module.base_model_name)
+            except RequestError as error:
+                raise ConfigError(f"lora_modules: {module.name!r}: {error}") from error
+
+    async def load(self, body: LoadLoRAAdapterRequest) -> None:
+        """Load one that a client names.
+
+        Raises:
+            ApiError: there is no such adapter.
+            RequestError: it is not allowed, or cannot be loaded.
+        """
+        name = body.lora_name
+        if not name or not body.lora_path:
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if len(name) > MAX_NAME_LENGTH:
+            raise refused("lora_name", f"got {len(name)} characters, allowed are at most {MAX_NAME_LENGTH}")
+        if not name.isprintable():
+            raise refused("lora_name", f"got {name!r}, allowed are characters that can be printed")
+        if name in self._settings.served_model_names:
+            raise ApiError(
+                400, f"The lora adapter '{name}' conflicts with a served base model.", param="lora_name"
+            )
+        async with self._lock:
+            if name in self._by_name and not body.load_inplace:
+                raise ApiError(
+                    400,
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                    "'load_inplace' to True.",
+                    param="lora_name",
+                )
+            path = await asyncio.to_thread(self._find_files, name, body.lora_path)
+            await self._load(name, path, None)
+
+    async def unload(self, body: UnloadLoRAAdapterRequest) -> None:
+        """Unload one. Requests that use it go on.
+
+        Raises:
+            ApiError: there is none of this name.
+        """
+        name = body.lora_name
+        if not name:
+            raise ApiError(
+                400, "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
+            )
+        async with self._lock:
+            served = self._by_name.pop(name, None)
+            if served is None:
+                raise ApiError(
+                    404, f"The lora adapter '{name[:MAX_NAME_LENGTH]}' cannot be found.", param="lora_name"
+                )
+            self._engine.unload_adapter(served.lora.lora_int_id)
+            logger.info("unloaded LoRA adapter %r", name)
+
+    async def _load(self, name: str, path: str, base_model_name: str | None) -> None:
+        """Load an adapter, in place of the one that has its name, if any."""
+        self._num_loaded += 1
+        lora = LoRARequest(name, self._num_loaded, path)
+        await self._engine.load_adapter(lora)
+        names = self._settings.served_model_names
+        before, parent = self._by_name.get(name), base_model_name if base_model_name in names else names[0]
+        self._by_name[name] = ServedAdapter(lora, str(parent))
+        if before is not None:
+            self._engine.unload_adapter(before.lora.lora_int_id)
+
+    def _find_files(self, name: str, path: str) -> str:
+        """Return the directory of an adapter inside the folder that clients may load from."""
+        assert self._settings.runtime_lora_dir is not None, "there is no route without it"
+        try:
+            root = Path(self._settings.runtime_lora_dir).resolve()
+            directory = (root / path).resolve()
+            inside = [
+                each.resolve().is_relative_to(root)
+                for each in map(directory.joinpath, ("", ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE))
+            ]
+            exists = all(inside) and (directory / ADAPTER_CONFIG_FILE).is_file()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise refused("lora_path", "got what cannot be a path") from error
+        if not all(inside):
+            # One text for all of them: a client learns nothing of other directories.
+            raise refused(
+                "lora_path", f"got {path[:200]!r}, allowed are directories inside that of --runtime-lora-dir"
+            )
+        if not exists:
+            raise ApiError(
+                404, f"Loading lora {name} failed: No adapter found for {path[:200]}", param="lora_path"
+            )
+        return str(directory)
