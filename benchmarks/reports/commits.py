@@ -40,6 +40,7 @@ COMMITS = {
     "ac5b196703977cc8": "8a4036a",
     "eb6565aa4d23961b": "311f865",
     "f0f09174dbd0f609": "95a2428",
+    "3d8b2c1ceb281e58": "015d7e8",
     "4de95daab18e39f8": "de64e60",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
