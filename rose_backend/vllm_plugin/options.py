@@ -34,7 +34,7 @@ EAGLE_METHODS = ("eagle", "eagle3")
 """Methods whose drafter is a few layers that read the model's hidden states; their K/V is in the same blocks."""
 
 DRAFT_MODEL = "draft_model"
-"""Method whose drafter is a model by itself."""
+"""Method whose drafter is a separate model."""
 
 OTHER_DRAFTER = "a drafter with a model other than an EAGLE head"
 """Reason why a part is inactive beside other methods."""
@@ -127,7 +127,7 @@ def has_eagle_head(vllm_config: VllmConfig) -> bool:
 
 
 def has_mtp_module(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from one MTP module, which runs as an EAGLE head does; Gemma 4's has no K/V of its own."""
+    """Whether drafts come from one MTP module that runs as an EAGLE head does. Gemma 4's stores no K/V."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != "mtp":
         return False
