@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.lora.request import LoRARequest
@@ -480,6 +481,8 @@ def pass_and_store(passes: list[int]) -> Callable[..., Any]:
         ("llama", {}),
         # Embeddings, and what leaves the last layer: with 8 of them heads get what enters 2, 4 and 5 otherwise.
         ("qwen3", {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}),
+        # The product with the model's vocabulary, which the head does not know to its end.
+        ("llama without a head's product", {}),
     ],
 )
 def test_heads_read_what_vllms_layers_give_them_and_draft_what_vllms_heads_do(
@@ -492,9 +495,15 @@ def test_heads_read_what_vllms_layers_give_them_and_draft_what_vllms_heads_do(
     is_packed: bool,
 ) -> None:
     """Beside vLLM's layers and head, and a separate write of all K/V."""
-    path, prompts = write(tmp_path, case, num_hidden_layers=8), parity_prompts(VOCAB_SIZE)[:12]
+    family, _, shares_product = case.partition(" without ")
+    path, prompts = write(tmp_path, family, num_hidden_layers=8), parity_prompts(VOCAB_SIZE)[:12]
     options: dict[str, Any] = {"model": str(path), "max_num_batched_tokens": 300}
     options |= eagle3(3, path, norm_before_residual=case == "qwen3", **fields)
+    if shares_product:
+        file = Path(options["speculative_config"]["model"], "model.safetensors")
+        tensors = load_file(file)
+        del tensors["lm_head.weight"]
+        save_file(tensors, file, {"format": "pt"})
 
     def run(**switches: bool) -> tuple[Texts, list[list[torch.Tensor]], Any]:
         """Return each text, what heads got and made in each step, and the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,8 @@ ARGUMENTS = (
     # One request after the other, so that some are unfinished whenever a process is killed.
     *("--max-num-seqs", "1"),
 )
+HELD_UP_S = 3
+"""A request takes some milliseconds; that it is on its way by then is not asked for."""
 LONG = {"prompt": ["Once"] * 16, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
@@ -38,6 +40,7 @@ def test_a_killed_process_of_vllm(tiny_model_path: Path, tmp_path: Path, name: s
         engine.suspend()
         with ThreadPoolExecutor() as pool:
             held_up = pool.submit(server.post, "/v1/completions", model="tiny", prompt="Once", max_tokens=2)
+            assert not wait([held_up], HELD_UP_S).done
             engine.resume()
             assert held_up.result().status_code == 200
         victim = next(each for each in family if each.name() == name) if name else family[0]
@@ -51,7 +54,7 @@ def test_a_killed_process_of_vllm(tiny_model_path: Path, tmp_path: Path, name: s
             else:
                 with pytest.raises(httpx.RemoteProtocolError):
                     got.extend(lines)
-                # vLLM's engine does not notice; its workers end with it.
+                # vLLM's engine does not notice.
                 engine.kill()
         assert server.process.wait(HANG_S) == (0 if name else -signal.SIGKILL)
         assert not psutil.wait_procs(family, HANG_S)[1]

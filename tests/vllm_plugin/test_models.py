@@ -190,6 +190,18 @@ def test_eagle3_heads_have_roses_layer_where_it_is_theirs(
     assert said == ([] if reason is None else [f"The layers of the EAGLE head are vLLM's: {reason}"])
 
 
+@pytest.mark.parametrize("backend", ["CPU_ATTN", None])
+def test_eagle3_heads_with_another_attention_have_vllms_layer(
+    make_config: MakeConfig, checkpoints: Callable[..., str], rose_log: list[str], backend: str | None
+) -> None:
+    """Model runner V1, which a CPU has, gives them another one by itself."""
+    model = Path(checkpoints("llama"))
+    drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    config = make_config(model=str(model), speculative_config=drafter | {"attention_backend": backend})
+    assert head_of(config) != model_choice.EAGLE3_HEAD
+    assert "The layers of the EAGLE head are vLLM's: another attention backend for the drafter" in rose_log
+
+
 def test_probabilistic_drafts_keep_the_heads_logits(
     make_config: MakeConfig, checkpoints: Callable[..., str]
 ) -> None:

@@ -66,6 +66,18 @@ class RoseEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):  # type: ignore[misc]
         with impl.workspace:
             return self._loaded_layer().forward(inputs_embeds, hidden_states, positions, attention)
 
+    def get_top_tokens(
+        self,
+        hidden_states: torch.Tensor,  # [R, E]
+    ) -> torch.Tensor:
+        """Return the model's id of each row's likeliest token, int64 [R], by the logits that ``compute_logits`` has.
+
+        vLLM's own method takes all rows of the product: more than the head knows, where the product is the model's.
+        """
+        top = self.logits_processor(self.lm_head, hidden_states).argmax(dim=-1)
+        offsets = self.draft_id_to_target_id
+        return top if offsets is None else top + offsets[top]
+
     def store(
         self,
         input_ids: torch.Tensor,  # [T] int32 or int64, of the token after each place

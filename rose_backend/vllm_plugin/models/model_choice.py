@@ -19,7 +19,13 @@ from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.attention.audited_models import class_of
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
-from rose_backend.vllm_plugin.options import OTHER_DRAFTER, first_reason, has_eagle_head, has_other_drafter
+from rose_backend.vllm_plugin.options import (
+    OTHER_DRAFTER,
+    first_reason,
+    has_eagle_head,
+    has_other_drafter,
+    is_rose,
+)
 from rose_backend.vllm_plugin.plugin_logger import log_once
 
 _ROOM = "rose_backend.vllm_plugin.models"
@@ -138,10 +144,17 @@ def _why_head_stays(vllm_config: VllmConfig) -> str | None:
     """Return why vLLM's own class runs the EAGLE head; None if Rose's can."""
     speculative = vllm_config.speculative_config
     draft_config = speculative.draft_model_config
-    fields, architecture = draft_config.hf_config, draft_config.architecture
+    fields, architecture, backend = (
+        draft_config.hf_config,
+        draft_config.architecture,
+        speculative.attention_backend,
+    )
+    if class_of(architecture) != _VLLMS_HEAD or architecture in draft_config.model_class_overrides:
+        return f"{architecture} is no EAGLE-3 head of a Llama's layer"
+    # Model runner V1 lets vLLM choose the head's backend.
+    has_rose = vllm_config.use_v2_model_runner if backend is None else is_rose(backend)
     reasons = {
-        f"{architecture} is no EAGLE-3 head of a Llama's layer": class_of(architecture) != _VLLMS_HEAD
-        or architecture in draft_config.model_class_overrides,
+        "another attention backend for the drafter": not has_rose,
         "more than one layer": fields.num_hidden_layers != 1,
         "parallel drafting": speculative.parallel_drafting,
         "quantized weights": draft_config.quantization is not None,
