@@ -89,7 +89,10 @@ def _lora_modules(text: str) -> tuple[LoRAModule, ...]:
     if "=" in text and "," not in text:
         name, _, path = text.partition("=")
         return (LoRAModule(name, path),)
-    found = json.loads(text) if text else []
+    try:
+        found = json.loads(text) if text else []
+    except RecursionError as error:
+        raise ValueError from error
     modules = []
     for fields in found if isinstance(found, list) else [found]:
         # Of models with experts only.

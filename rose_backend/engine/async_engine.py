@@ -129,10 +129,15 @@ class AsyncEngine(EngineClient):
     async def load_adapter(self, lora: LoRARequest) -> None:
         """Do what ``EngineClient.load_adapter`` does."""
         self._check_running()
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(
+                f"lora_request: got {type(lora).__name__}, allowed is a LoRARequest", parameter="lora_request"
+            )
         await asyncio.to_thread(self._core.adapter_table().load, lora)
 
     def unload_adapter(self, lora_id: int) -> None:
         """Do what ``EngineClient.unload_adapter`` does."""
+        self._core.adapter_table()  # where there is none, the caller learns of it, not the step loop
         self._steps.put(UnloadAdapter(lora_id))
 
     async def shutdown(self) -> None:

@@ -35,7 +35,7 @@ _MAX_JSON_BYTES = 1 << 20
 _PREFIX = "base_model.model.model.layers."
 _MAX_SCALE = 1e4
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of ``init_lora_weights`` with which PEFT changes the base model's weights as it loads an adapter."""
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

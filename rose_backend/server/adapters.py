@@ -23,6 +23,8 @@ from rose_backend.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 MAX_NAME_LENGTH = 256
 """Characters of an adapter's name."""
+_MAX_PATH_LENGTH = 4096
+"""Characters, as of Linux: following longer ones takes quadratic time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,10 @@ class ServedAdapters:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
         if len(name) > MAX_NAME_LENGTH:
             raise refused("lora_name", f"got {len(name)} characters, allowed are at most {MAX_NAME_LENGTH}")
+        if len(body.lora_path) > _MAX_PATH_LENGTH:
+            raise refused(
+                "lora_path", f"got {len(body.lora_path)} characters, allowed are at most {_MAX_PATH_LENGTH}"
+            )
         if not name.isprintable():
             raise refused("lora_name", f"got {name!r}, allowed are characters that can be printed")
         if name in self._settings.served_model_names:
@@ -134,10 +140,12 @@ class ServedAdapters:
                 for each in map(directory.joinpath, ("", ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE))
             ]
             exists = all(inside) and (directory / ADAPTER_CONFIG_FILE).is_file()
-        except (OSError, RuntimeError, ValueError) as error:
+        except ValueError as error:
             raise refused("lora_path", "got what cannot be a path") from error
+        except (OSError, RuntimeError) as error:
+            raise refused("lora_path", "got a path that cannot be followed to its end") from error
         if not all(inside):
-            # One text for all of them: a client learns nothing of other directories.
+            # One text for all of them: a client learns nothing of other directories, as long as nobody puts links here.
             raise refused(
                 "lora_path", f"got {path[:200]!r}, allowed are directories inside that of --runtime-lora-dir"
             )

@@ -185,8 +185,11 @@ class ServerSettings:
     def _check_adapters(self) -> None:
         names = list(self.served_model_names)
         for module in self.lora_modules:
-            if not module.name or not module.path:
-                raise ConfigError(f"lora_modules: got {module}, allowed are a name and a path")
+            if not module.name or not module.path or not module.name.isprintable():
+                raise ConfigError(
+                    f"lora_modules: got name {module.name[:200]!r} and path {module.path[:200]!r}, allowed are a path "
+                    "and a name that can be printed"
+                )
             if module.name in names:
                 raise ConfigError(
                     f"lora_modules: got {module.name!r} twice, allowed are names that no other model has"

@@ -244,6 +244,22 @@ def test_an_async_engine_loads_an_adapter_once_for_all_that_ask(case: AdapterCas
             ]
             with pytest.raises(RequestError, match="lora_name: got 'fifth', allowed are 4 adapters at once"):
                 await anext(engine.generate("a", lora_request=LoRARequest("fifth", 5, "path")))
+            with pytest.raises(RequestError, match="lora_request: got str, allowed is a LoRARequest"):
+                await anext(engine.generate("a", lora_request="adapter"))  # type: ignore[arg-type]
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(serve())
+
+
+def test_an_async_engine_without_adapters_goes_on(case: AdapterCase) -> None:
+    async def serve() -> None:
+        engine = AsyncEngine(str(case.path), device="cpu", dtype="float32")
+        try:
+            with pytest.raises(RequestError, match="allowed is none without enable_lora"):
+                engine.unload_adapter(1)
+            outputs = [output async for output in engine.generate(list(case.prompts[0][0]), GREEDY)]
+            assert tuple(outputs[-1].outputs[0].token_ids) == case.references[0].token_ids[0]
         finally:
             await engine.shutdown()
 

@@ -85,6 +85,7 @@ def test_a_slot_holds_one_adapter_and_zeros(base: Path, model: CausalLM, tmp_pat
         ("trainable_token_indices", [3]),
         ("use_qalora", True),
         ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "loftq"),
         ("use_rslora", 1),
         ("r", MAX_RANK + 1),

@@ -265,7 +265,18 @@ def test_every_route_takes_an_adapter(server: LiveServer) -> None:
         ),
         (LOAD, {"lora_name": "a", "lora_path": "a\0b"}, 400, "lora_path: got what cannot be a path"),
         (LOAD, {"lora_name": "a", "lora_path": "\ud800"}, 400, "lora_path: got what cannot be a path"),
-        (LOAD, {"lora_name": "a", "lora_path": "a" * 5000}, 400, "lora_path: got what cannot be a path"),
+        (
+            LOAD,
+            {"lora_name": "a", "lora_path": "a" * 4000},
+            400,
+            "lora_path: got a path that cannot be followed",
+        ),
+        (
+            LOAD,
+            {"lora_name": "a", "lora_path": "a/" * 2049},
+            400,
+            "lora_path: got 4098 characters, allowed are",
+        ),
         (LOAD, {"lora_name": "\ud800", "lora_path": "adapter2"}, 400, "lora_name: got "),
         (
             LOAD,
