@@ -73,6 +73,7 @@ CALLED_FROM_OUTSIDE = {
         *("RoseMistralForCausalLM", "RoseQwen2ForCausalLM", "RoseQwen3ForCausalLM"),
         *("RoseQwen2_5_VLForConditionalGeneration", "RoseQwen3VLForConditionalGeneration"),
     },
+    "vLLM's drafter, of the model of a head": {"get_top_tokens"},
     "FastAPI, of a route": {"find_response", "list_models"},
     "users, as of vLLM's LLM": {"get_default_sampling_params"},
     "published test vectors of the random generator, which tests hold the reference to": {"philox4x32"},
