@@ -34,7 +34,7 @@ from rose_backend.vllm_plugin.models.model_choice import (
     ModelChoice,
     choose_model_class,
 )
-from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, rose_options
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import change_json, write_checkpoint
 from tests.support.quantized_checkpoints import FORMATS, INT4_FORMATS, write_pair
@@ -164,7 +164,7 @@ def test_a_drafter_with_a_model_keeps_vllms_layers(
         assert layers_of(config) == model_choice.GPT2
     else:
         assert layers_of(config) == "LlamaForCausalLM"
-        assert idle_parts(rose_log[0])["fused_mlp"] == "a drafter with a model other than an EAGLE head"
+        assert idle_parts(rose_log[0])["fused_mlp"] == OTHER_DRAFTER
 
 
 @pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])

@@ -18,7 +18,7 @@ from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales, why_float8_stays
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_stays
-from rose_backend.vllm_plugin.options import OTHER_DRAFTER, first_reason, has_eagle_head, has_other_drafter
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, first_reason, has_head, has_other_drafter
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
@@ -27,7 +27,7 @@ _TAKE_IMAGES = (QWEN2_5_VL, QWEN3_VL)
 DECODERS = {
     **{
         f"{family}ForCausalLM": f"Rose{family}ForCausalLM"
-        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+        for family in ("Llama", "MiMo", "Mistral", "Qwen2", "Qwen3")
     },
     **{name: f"Rose{name}" for name in _TAKE_IMAGES},
 }
@@ -100,7 +100,7 @@ def choose_model_class(
     model_config.hf_config.architectures = [chosen]
     if chosen == GPT2:
         return ModelChoice(chosen)
-    if has_eagle_head(vllm_config):
+    if has_head(vllm_config):
         _fuse_without_compiler(vllm_config)
     # There is nothing to compile: the loop over layers launches Rose's kernels.
     vllm_config.compilation_config.mode = CompilationMode.NONE
@@ -219,7 +219,7 @@ def _why_images_differ(vllm_config: VllmConfig) -> str | None:
     reasons = {
         # Not tried.
         "quantized weights beside an encoder of images": vllm_config.model_config.quantization is not None,
-        "an EAGLE head beside images": has_eagle_head(vllm_config),
+        "a head beside images": has_head(vllm_config),
         "--mm-encoder-only": vllm_config.is_mm_encoder_only,
         # Nothing of the model is compiled with Rose's class.
         "compile_mm_encoder": vllm_config.compilation_config.compile_mm_encoder,
