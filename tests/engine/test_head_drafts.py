@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from rose_backend.engine import scheduler
 from rose_backend.kernels.arguments import DraftedRows
 from tests.engine.conftest import GREEDY
 from tests.engine.test_drafts import NOT_ADAPTIVE, WIDTHS, Clock, Drafter, plain_crowd, texts_of
+from tests.support import quantized_checkpoints
 from tests.support.crowd import crowd, tokens_of
 from tests.support.eagle_checkpoints import write_eagle3_head, write_right_pair
 from tests.support.eagle_reference import DenseHead
@@ -216,6 +218,30 @@ def test_proposals_are_those_over_whole_texts(pair: Pair, make_engine: MakeEngin
     assert stats.preemptions > 0 or limits != "pressure"
     assert stats.prefix_cache_hits > 100 or limits == "no cache"
     mixed.check(pair, num_drafts, {tuple(prompt): len(prompt) + 20 for prompt in prompts})
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed-tensors channel", "pack-quantized 128"])
+def test_same_text_of_a_quantized_model(tmp_path: Path, form: str) -> None:
+    """And the head, whose weights are not quantized, proposes what it does beside dense ones that are equal."""
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4}
+    quantized, dense = quantized_checkpoints.write_pair(tmp_path, "qwen3", form, **sizes)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    head = write_eagle3_head(tmp_path / "head", dense, draft_vocab_size=1000, std=0.2, **layers)
+    rng, num_drafts = random.Random(8), 3
+    prompts = [rng.sample(range(1, VOCAB_SIZE), rng.choice((1, 6, 30))) for _ in range(20)]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=n, temperature=0.7 * (n % 2)) for n in range(20)
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 24, "num_blocks": 800, **NOT_ADAPTIVE}
+    with closing(LLM(str(quantized), **options)) as llm:
+        expected = tokens_of(llm, prompts, params)
+    drafts = Pair(quantized, head).drafts(num_drafts)
+    with closing(LLM(str(quantized), **options, speculative_config=drafts)) as drafting:
+        mixed = Mixed(drafting, num_drafts, texts_of(prompts, expected))
+        assert tokens_of(drafting, prompts, params) == expected
+        assert drafting.stats.spec_decode_num_accepted_tokens > 100
+        drafting.core.check_integrity()
+    mixed.check(Pair(dense, head), num_drafts, {tuple(prompt): len(prompt) + 20 for prompt in prompts})
 
 
 @pytest.fixture(scope="module")
