@@ -142,7 +142,7 @@ class PluginConfig(Switches):
     """Replay steps whole, inputs, sampling and update included; off: vLLM launches what surrounds its graph of the
     layers one by one. Needs full CUDA graphs."""
     adaptive_drafts: bool = True
-    """Make drafts, n-grams or a head's, in those steps where they give more tokens per second than steps
+    """Make drafts, n-grams or an EAGLE head's, in those steps where they give more tokens per second than steps
     without, as measured; off: in all. Needs batched scheduling."""
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's

@@ -1,4 +1,4 @@
-"""Replayed steps with the drafts of a head: what they leave behind, and which graphs of vLLM's they need."""
+"""Replayed steps with the drafts of an EAGLE head: what they leave behind, and which graphs of vLLM's they need."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tests.support.vllm_plugin.steady_runner import MAX_REQS, SIZES, Desc
 CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "EAGLE-3": ({"num_drafts": 3, "groups": "one group"}, {1, 2, 3, 4}),
     "one draft, several groups": ({"num_drafts": 1, "groups": "windows"}, {1, 2}),
-    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "method": "eagle"}, {1, 2, 3}),
-    "MTP": ({"num_drafts": 3, "groups": "one group", "method": "mtp"}, {1, 2, 3, 4}),
+    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "auxiliary": False}, {1, 2, 3}),
     "drawn": ({"num_drafts": 2, "groups": "one group", "is_drawn": True}, {1, 2, 3}),
     # And to the end of the head's context.
     "never right": (
@@ -46,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
         {
             "num_drafts": 1,
             "groups": "one group, two shapes",
-            "method": "eagle",
+            "auxiliary": False,
             "share_turned": 0.25,
             "num_steps": 40,
         },
@@ -55,17 +54,6 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "come and go, stored alone": (
         {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40, "stores": True},
         {1, 2, 3, 4},
-    ),
-    "MTP's come and go": (
-        {
-            "num_drafts": 2,
-            "groups": "windows",
-            "method": "mtp",
-            "share_turned": 0.25,
-            "num_steps": 40,
-            "seed": 18,
-        },
-        {1, 2, 3},
     ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
 }
