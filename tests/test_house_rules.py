@@ -23,6 +23,7 @@ MAX_PARAMETERS = 8
 
 # File and function -> its lines at most. Kernels are among them.
 LONG_FUNCTIONS = {
+    "kernels/attention/batch_invariant.py _batch_invariant_attention_kernel": 118,
     "kernels/attention/paged_decode.py _paged_decode_kernel": 171,
     "kernels/attention/paged_prefill.py _paged_prefill_kernel": 104,
     "kernels/linear/small_batch_linear.py small_batch_linear_kernel": 109,

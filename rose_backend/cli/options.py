@@ -49,6 +49,8 @@ _ENGINE_HELP = {
     'EAGLE-3 head, \'{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}\'; '
     "texts are the same without (default: no drafts)",
     "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
+    "batch_invariant": "log-probabilities of a request are bit-equal in any batch, however its prompt is cut and "
+    "whatever of it is cached; dense models without quantized weights, slower",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
