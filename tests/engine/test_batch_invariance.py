@@ -14,6 +14,7 @@ from rose_backend.config import EngineConfig
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.errors import ConfigError
 from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.tiny_checkpoint import write_random_gpt2
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 EMBEDDED = ["tiny-gpt2", "tiny-qwen3-chat"]
@@ -94,6 +95,19 @@ def check_any_batch(model: str, count: int, **given: Any) -> None:
 
 def test_any_batch_and_any_cut_gives_the_same_bits(model: str) -> None:
     check_any_batch(model, 12)
+
+
+def test_threads_that_share_a_row_change_nothing(tmp_path: Path) -> None:
+    """Torch splits numbers, not rows: one thread's last ones, which vectors do not hold, may be in any row."""
+    # 12 x 86 numbers of GELU in each row, of which a vector of 16 leaves 8.
+    write_random_gpt2(tmp_path, n_embd=258, n_head=6)
+    prompt = np.random.default_rng(7).integers(1, 400, 67).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=3)
+    found = []
+    for budget in (5, 512):
+        with engine(str(tmp_path), num_threads=2, max_num_batched_tokens=budget) as llm:
+            found.append(bits(llm.generate([prompt], params)[0]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu
