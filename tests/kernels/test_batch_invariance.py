@@ -23,6 +23,7 @@ from tests.support.paged_inputs import (
     resolve_options,
     same_bits,
 )
+from tests.support.sampling_cases import random_case
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 # Depths that end within a tile, in one part and in several; more columns than a tile has.
@@ -259,6 +260,25 @@ def test_a_gpu_refuses_other_types_and_heads(dtype: torch.dtype, head_size: int)
         x, weight, _ = random_product((48, 40), 2, REFERENCE)
         with pytest.raises(ShapeError, match="x: expected float16 or bfloat16"):
             INTERPRETER(batch_invariant_linear, x, weight)
+
+
+@pytest.mark.parametrize("choose", [kernels.sample, kernels.sample_unfused])
+def test_rows_that_are_drawn_apart_have_all_their_parameters(choose: Any) -> None:
+    logits, params = random_case(40, 67, seed=1)
+    assert (
+        params.prompt_mask is not None and params.output_counts is not None and params.processors is not None
+    )
+    params = replace(params, num_logprobs=3)
+    together, apart = choose(logits, params), kernels.sample_each(choose, logits, params)
+    assert apart.token_ids.tolist() == together.token_ids.tolist()
+    assert apart.top_token_ids.tolist() == together.top_token_ids.tolist()
+    torch.testing.assert_close(apart.logprob, together.logprob)
+    torch.testing.assert_close(apart.top_logprobs, together.top_logprobs)
+    nothing = replace(params, num_logprobs=-1)
+    assert kernels.sample_each(choose, logits, nothing).logprob is None
+    for row in (3, 17):
+        alone = choose(logits[row : row + 1], params.keep(slice(row, row + 1)))
+        assert same_bits(alone.top_logprobs, apart.top_logprobs[row : row + 1])
 
 
 def test_torch_alone_would_not_do() -> None:

@@ -16,10 +16,10 @@ from rose_backend.kernels.linear import batch_invariant as linear
 from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, overlapped, record_launches
 
 BFLOAT16 = torch.bfloat16
-# Qwen3 0.6B: query, key and value, what the MLP leads back; Llama 3.1 8B; a head.
-SHAPES = [(1024, 4096), (3072, 1024), (14_336, 4096), (1024, 151_936)]
-ROWS = [1, 64, 65, 256, 8192]
-HEADS = [(16, 8, 128), (32, 8, 128), (12, 12, 64)]
+# Qwen3 0.6B: query, key and value, what the MLP leads back; a head.
+SHAPES = [(1024, 4096), (3072, 1024), (1024, 151_936)]
+ROWS = [1, 65, 8192]
+HEADS = [(32, 8, 128), (12, 12, 64)]
 MMA = re.compile(
     r"\b(wgmma\.mma_async\.sync\.aligned\.(?:m\d+)n\d+(?:k\d+)|mma\.sync\.aligned\.m\d+n\d+k\d+)\S*"
 )
@@ -95,15 +95,15 @@ def test_decodes_and_prompts_are_attended_by_the_same_instructions(
     heads: tuple[int, int, int], capability: int
 ) -> None:
     found = []
-    for num_rows, starts in ((1, False), (256, False), (4, True)):
+    for num_rows, starts in ((1, False), (4, True)):
         resources, _ = compile_attention(heads, num_rows, capability, starts=starts)
         assert resources.shared_bytes <= SHARED_BYTES
         found.append(sorted(found_in.group(0) for found_in in MMA.finditer(resources.ptx)))
         # No product is fused with a sum, outside the tensor cores.
         assert not re.search(r"\bfma\.rn\S*f32", resources.ptx)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     if capability == 90:
-        assert {each.split("n", 1)[0][:5] for each in found[0]} == {"wgmma"[:5]}
+        assert found[0] and all(each.startswith("wgmma") for each in found[0])
 
 
 def test_options_of_attention_compile_without_spills() -> None:
