@@ -201,12 +201,13 @@ def _merge_records(state, record_ptr, num_records, queries, mask, GROUP: tl.cons
                    RECORDS: tl.constexpr):  # fmt: skip
     """Return ``state`` and then each of a row's records, in their order."""
     HEAD_TILE: tl.constexpr = state[2].shape[1]
+    AT_ONCE: tl.constexpr = RECORDS.AT_ONCE
     top, total, attended = state
     top_ptrs = record_ptr + GROUP * HEAD_SIZE + queries
     part_ptrs = record_ptr + queries[:, None] * HEAD_SIZE + tl.arange(0, HEAD_TILE)[None, :]
-    for first in tl.range(0, num_records, RECORDS.AT_ONCE, num_stages=1):
+    for first in tl.range(0, num_records, AT_ONCE, num_stages=1):
         tops, totals, parts = (), (), ()
-        for nth in tl.static_range(RECORDS.AT_ONCE):
+        for nth in tl.static_range(AT_ONCE):
             offset = (first + nth) * RECORDS.SIZE
             is_record = queries * 0 + first + nth < num_records
             in_head = mask[0] & is_record
@@ -215,7 +216,7 @@ def _merge_records(state, record_ptr, num_records, queries, mask, GROUP: tl.cons
             totals += (tl.load(top_ptrs + GROUP + offset, mask=in_head, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
             in_part = mask[1] & is_record[:, None]
             parts += (tl.load(part_ptrs + offset, mask=in_part, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
-        for nth in tl.static_range(RECORDS.AT_ONCE):
+        for nth in tl.static_range(AT_ONCE):
             top, total, attended = _merge((top, total, attended), (tops[nth], totals[nth], parts[nth]))
     return top, total, attended
 
