@@ -56,6 +56,7 @@ CALLED_FROM_OUTSIDE = {
     "vLLM's choice of an attention backend": {
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "get_cudagraph_support"),
         *("supports_head_size", "supports_sliding_window", "supports_sink", "supports_attn_type"),
+        "supports_batch_invariance",
         *("supports_combination", "customize_spec"),
     },
     "vLLM's scheduler, of its KV cache manager": {
