@@ -121,9 +121,9 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Generate for all prompts at once and yield each as soon as it has finished, with its index.
 
-        Closing the iterator aborts what is left. Arguments and errors are those of ``generate``, but adapters are
-        loaded, or refused, when the iterator starts; what its caller does with an output comes before progress counts
-        it.
+        Closing the iterator aborts what is left. Arguments and errors are those of ``generate``; what its caller does
+        with an output comes before progress counts it. An iterator that has not started holds no slot of an adapter: it
+        loads again what other calls have taken the place of, or is refused then.
         """
         checked, adapters = self._with_adapters(self._check(prompts, sampling_params), lora_request)
         steps = self._run(checked, adapters, is_streaming=False)
@@ -138,8 +138,7 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after every token.
 
-        ``outputs[i].delta_text`` is the text that is new. The iterator loads the adapter when it starts; closing it
-        aborts the request.
+        ``outputs[i].delta_text`` is the text that is new. Closing the iterator aborts the request.
 
         Raises:
             RequestError: the prompt, the parameters or the adapter are not allowed.
@@ -182,7 +181,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _with_adapters(
         self, checked: list[ProcessedInput], lora_request: LoRARequests
     ) -> tuple[list[ProcessedInput], list[LoRARequest]]:
-        """Return prompts with the ids of their adapters, and these."""
+        """Return prompts with the ids of their adapters, and these, which are loaded."""
         if lora_request is None:
             return checked, []
         requests: Sequence[LoRARequest | None]
@@ -195,9 +194,18 @@ class LLM(AbstractContextManager["LLM"]):
                 parameter="lora_request",
             )
         adapters = list(dict.fromkeys(each for each in requests if each is not None))
+        self._hold(adapters).close()
         ids = [0 if each is None else each.lora_int_id for each in requests]
         adapted = [prompt._replace(lora_id=lora_id) for prompt, lora_id in zip(checked, ids, strict=True)]
         return adapted, adapters
+
+    def _hold(self, adapters: list[LoRARequest]) -> ExitStack:
+        """Load adapters that are not loaded; all keep their slots until the answer is closed."""
+        kept = [each.lora_int_id for each in adapters]
+        with ExitStack() as held:
+            for lora in adapters:
+                held.enter_context(self.core.adapter_table().held(lora, kept))
+            return held.pop_all()
 
     def _run(
         self, checked: list[ProcessedInput], adapters: list[LoRARequest], *, is_streaming: bool
@@ -205,15 +213,12 @@ class LLM(AbstractContextManager["LLM"]):
         """Yield after each step what it gave, with the indexes of the prompts."""
         core = self.core
         # Until each prompt has been added: from then on, requests hold their adapters.
-        held = ExitStack()
+        held = self._hold(adapters)
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
         # The first step starts as soon as it is full; the other requests are built while it runs.
         tokens_to_feed: float = core.token_budget
         try:
-            kept = [each.lora_int_id for each in adapters]
-            for lora in adapters:
-                held.enter_context(core.adapter_table().held(lora, kept))
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.
                 while queue and tokens_to_feed > 0 and core.num_waiting < core.config.max_queue_size:

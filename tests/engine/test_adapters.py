@@ -183,13 +183,16 @@ def test_a_slot_is_not_given_away_before_all_prompts_are_added(case: AdapterCase
         assert case.generate(llm, [3, 4], num_prompts=2) == []
 
 
-def test_an_iterator_loads_its_adapters_when_it_starts(case: AdapterCase) -> None:
+def test_an_iterator_loads_again_what_was_replaced_before_it_started(case: AdapterCase) -> None:
     prompt = list(case.prompts[1][5])
     with case.llm(max_loras=1) as llm:
         later = llm.stream(prompt, GREEDY, lora_request=case.adapters[1])
         assert case.generate(llm, [2], num_prompts=2) == []
         *_, last = later
         assert tuple(last.outputs[0].token_ids) == case.references[1].token_ids[5]
+        # What cannot be loaded is refused at once.
+        with pytest.raises(RequestError, match="lora_path: directory '/no/such' has no adapter_config"):
+            llm.generate_unordered([prompt], GREEDY, lora_request=LoRARequest("a", 7, "/no/such"))
 
 
 def test_steps_without_an_adapter_have_no_products_of_adapters(
