@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from rose_backend.models.adapters import AdapterSlots
 
 logger = logging.getLogger(__name__)
 _ONE_THREAD = CpuThreads(1, "beside steps")
+_WAIT_S = 10.0
+"""Longest wait of a load for slots of adapters that leave."""
 _NAMESPACE = b"lora\0"
 """No salt has a NUL, so no prompt without an adapter has a namespace that begins so."""
 
@@ -30,9 +33,11 @@ class _Loaded:
     """Of cached prefixes that were computed with it. Unlike its id, no other adapter gets it, nor does it when it is
     loaded again: its files may have changed."""
     is_ready: bool = False
+    is_leaving: bool = False
+    """It is unloaded, or will be when what was submitted before has been added."""
     is_unloaded: bool = False
     num_users: int = 1
-    """Requests, and who loads it."""
+    """Requests, and who loads or holds it."""
 
 
 class AdapterTable:
@@ -44,21 +49,44 @@ class AdapterTable:
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._loading, self._lock = threading.Lock(), threading.Lock()
+        self._loading, self._lock = threading.Lock(), threading.Condition()
         # Guarded by the second lock; those that were unloaded and are still in use, too.
         self._held: list[_Loaded] = []
         self._numbers = itertools.count()
 
-    def load(self, lora: LoRARequest, kept: Collection[int] | None = None) -> None:
+    def load(self, lora: LoRARequest) -> None:
         """Load an adapter, if it is not loaded already, and return when requests may use it.
 
-        Args:
-            kept: if all slots are in use, the adapter that was loaded first among those that no request uses may be
-                unloaded, unless its id is here; None: none may.
+        Adapters that are being unloaded are waited for: all slots may be theirs, or the id.
 
         Raises:
             RequestError: no slot is free, another adapter has this id, or ``AdapterSlots.load`` refuses its files.
         """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._has_to_wait(lora), _WAIT_S)
+        with self.held(lora, None):
+            pass
+
+    @contextlib.contextmanager
+    def held(self, lora: LoRARequest, kept: Collection[int] | None) -> Iterator[None]:
+        """Load an adapter, if it is not loaded already, and let it keep its slot until the end of the block.
+
+        Args:
+            kept: if all slots are in use, the adapter that was loaded first among those that nothing uses may be
+                unloaded, unless its id is here; None: none may.
+
+        Raises:
+            RequestError: as for ``load``.
+        """
+        entry = self._take(lora, kept)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leave(entry)
+
+    def _take(self, lora: LoRARequest, kept: Collection[int] | None) -> _Loaded:
+        """Return the loaded adapter, with the caller as a user."""
         # One after the other: who asks for one that is being loaded waits for it.
         with self._loading:
             with self._lock:
@@ -69,10 +97,12 @@ class AdapterTable:
                             f"allowed is {known.lora.lora_name!r} from {known.lora.lora_path!r}, which is loaded",
                             parameter="lora_int_id",
                         )
-                    return
+                    known.num_users += 1
+                    return known
                 entry = self._take_slot(lora, kept)
             self._fill(entry)
         logger.info("loaded LoRA adapter %r into slot %d", lora.lora_name, entry.slot)
+        return entry
 
     def _fill(self, entry: _Loaded) -> None:
         try:
@@ -80,21 +110,27 @@ class AdapterTable:
                 self._slots.load(entry.slot, Path(entry.lora.lora_path))
             entry.is_ready = True
         except Exception as error:
+            with self._lock:
+                entry.is_leaving = entry.is_unloaded = True
+                self._leave(entry)
             reason = (
                 str(error).removeprefix("model: ") if isinstance(error, ModelError) else kind_and_text(error)
             )
             raise RequestError(f"lora_path: {reason}", parameter="lora_path") from error
-        finally:
-            with self._lock:
-                entry.is_unloaded |= not entry.is_ready
-                self._leave(entry)
+
+    def announce_unload(self, lora_id: int) -> None:
+        """Let loads from now on wait until the adapter has been unloaded."""
+        with self._lock:
+            if (entry := self._find(lora_id)) is not None:
+                entry.is_leaving = True
 
     def unload(self, lora_id: int) -> None:
         """Let no further request use an adapter; its slot is free when those that do have ended."""
         with self._lock:
             if (entry := self._find(lora_id)) is not None:
-                entry.is_unloaded = True
+                entry.is_leaving = entry.is_unloaded = True
                 self._free_unused(entry)
+                self._lock.notify_all()
 
     def admit(self, request: Request) -> None:
         """Note that a request with an adapter uses it, and give the request what the adapter has.
@@ -131,6 +167,12 @@ class AdapterTable:
     def _free_unused(self, entry: _Loaded) -> None:
         if entry.is_unloaded and not entry.num_users:
             self._held.remove(entry)
+            self._lock.notify_all()
+
+    def _has_to_wait(self, lora: LoRARequest) -> bool:
+        if (known := self._find(lora.lora_int_id)) is not None:
+            return known.is_leaving
+        return len(self._held) == self._slots.num_slots and any(each.is_leaving for each in self._held)
 
     def _take_slot(self, lora: LoRARequest, kept: Collection[int] | None) -> _Loaded:
         num_slots = self._slots.num_slots

@@ -284,6 +284,8 @@ class StepLoop:
 
     def put(self, command: Command) -> None:
         """Queue a command for the next step."""
+        if isinstance(command, UnloadAdapter) and self.core.adapters is not None:
+            self.core.adapters.announce_unload(command.lora_id)
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -122,10 +122,11 @@ class LLM(AbstractContextManager["LLM"]):
         """Generate for all prompts at once and yield each as soon as it has finished, with its index.
 
         Closing the iterator aborts what is left. Arguments and errors are those of ``generate``; what its caller does
-        with an output comes before progress counts it.
+        with an output comes before progress counts it. An iterator that has not started holds no slot of an adapter: it
+        loads again what other calls have taken the place of, or is refused then.
         """
-        checked = self._with_adapters(self._check(prompts, sampling_params), lora_request)
-        steps = self._run(checked, is_streaming=False)
+        checked, adapters = self._with_adapters(self._check(prompts, sampling_params), lora_request)
+        steps = self._run(checked, adapters, is_streaming=False)
         return self._with_progress(steps, len(prompts)) if progress else _each(steps)
 
     def stream(
@@ -143,8 +144,8 @@ class LLM(AbstractContextManager["LLM"]):
             RequestError: the prompt, the parameters or the adapter are not allowed.
             EngineDeadError: the engine failed.
         """
-        checked = self._with_adapters(self._check([prompt], sampling_params), lora_request)
-        return _accumulated(_each(self._run(checked, is_streaming=True)))
+        checked, adapters = self._with_adapters(self._check([prompt], sampling_params), lora_request)
+        return _accumulated(_each(self._run(checked, adapters, is_streaming=True)))
 
     def close(self) -> None:
         """Release the model and the KV pool. May be repeated."""
@@ -179,10 +180,10 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _with_adapters(
         self, checked: list[ProcessedInput], lora_request: LoRARequests
-    ) -> list[ProcessedInput]:
-        """Return prompts with the ids of their adapters, which are loaded."""
+    ) -> tuple[list[ProcessedInput], list[LoRARequest]]:
+        """Return prompts with the ids of their adapters, and these, which are loaded."""
         if lora_request is None:
-            return checked
+            return checked, []
         requests: Sequence[LoRARequest | None]
         requests = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(checked)
         wrong = [each for each in requests if each is not None and not isinstance(each, LoRARequest)]
@@ -192,17 +193,27 @@ class LLM(AbstractContextManager["LLM"]):
                 f"lora_request: got {got}, allowed are a LoRARequest, or one or None for each prompt",
                 parameter="lora_request",
             )
-        adapters = {each: each.lora_int_id for each in requests if each is not None}
-        for lora in adapters:
-            self.core.adapter_table().load(lora, kept=adapters.values())
+        adapters = list(dict.fromkeys(each for each in requests if each is not None))
+        self._hold(adapters).close()
         ids = [0 if each is None else each.lora_int_id for each in requests]
-        return [prompt._replace(lora_id=lora_id) for prompt, lora_id in zip(checked, ids, strict=True)]
+        adapted = [prompt._replace(lora_id=lora_id) for prompt, lora_id in zip(checked, ids, strict=True)]
+        return adapted, adapters
+
+    def _hold(self, adapters: list[LoRARequest]) -> ExitStack:
+        """Load adapters that are not loaded; all keep their slots until the answer is closed."""
+        kept = [each.lora_int_id for each in adapters]
+        with ExitStack() as held:
+            for lora in adapters:
+                held.enter_context(self.core.adapter_table().held(lora, kept))
+            return held.pop_all()
 
     def _run(
-        self, checked: list[ProcessedInput], *, is_streaming: bool
+        self, checked: list[ProcessedInput], adapters: list[LoRARequest], *, is_streaming: bool
     ) -> Iterator[list[tuple[int, RequestOutput]]]:
         """Yield after each step what it gave, with the indexes of the prompts."""
         core = self.core
+        # Until each prompt has been added: from then on, requests hold their adapters.
+        held = self._hold(adapters)
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
         # The first step starts as soon as it is full; the other requests are built while it runs.
@@ -216,6 +227,8 @@ class LLM(AbstractContextManager["LLM"]):
                     core.add(request)
                     unfinished[request.request_id] = index
                     tokens_to_feed -= len(prompt.token_ids)
+                if not queue:
+                    held.close()
                 tokens_to_feed = math.inf
                 outputs = self._outputs_of(core, unfinished)
                 indexed = [(unfinished[output.request_id], output) for output in outputs]
@@ -224,6 +237,7 @@ class LLM(AbstractContextManager["LLM"]):
                         del unfinished[output.request_id]
                 yield indexed
         finally:
+            held.close()
             if core.is_alive:
                 self._unclaimed = [each for each in self._unclaimed if each.request_id not in unfinished]
                 for request_id in unfinished:

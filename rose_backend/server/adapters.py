@@ -25,15 +25,19 @@ MAX_NAME_LENGTH = 256
 """Characters of an adapter's name."""
 _MAX_PATH_LENGTH = 4096
 """Characters, as of Linux: following longer ones takes quadratic time."""
+_WAIT_S = 10.0
+"""Longest wait of a load for requests that use what was unloaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ServedAdapter:
     """An adapter that the engine has loaded."""
 
     lora: LoRARequest
     parent: str
     """Name of the base model."""
+    num_requests: int = 0
+    """Those that hold it. Each may have prompts that the engine does not know yet."""
 
 
 class ServedAdapters:
@@ -43,6 +47,9 @@ class ServedAdapters:
         self._engine, self._settings = engine, settings
         self._by_name: dict[str, ServedAdapter] = {}
         self._num_loaded = 0
+        # Without a name, and still held by requests.
+        self._leaving: list[ServedAdapter] = []
+        self._has_left = asyncio.Event()
         # Held while one is loaded or unloaded.
         self._lock = asyncio.Lock()
 
@@ -52,6 +59,18 @@ class ServedAdapters:
     def find(self, name: str | None) -> ServedAdapter | None:
         """Return the adapter of this name; None: there is none."""
         return None if name is None else self._by_name.get(name)
+
+    def hold(self, served: ServedAdapter) -> None:
+        """Let the engine keep an adapter until ``release``."""
+        served.num_requests += 1
+
+    def release(self, served: ServedAdapter) -> None:
+        """End one ``hold``."""
+        served.num_requests -= 1
+        if served in self._leaving and not served.num_requests:
+            self._leaving.remove(served)
+            self._engine.unload_adapter(served.lora.lora_int_id)
+            self._has_left.set()
 
     async def load_first(self) -> None:
         """Load the adapters that the server was started with.
@@ -115,11 +134,12 @@ class ServedAdapters:
                 raise ApiError(
                     404, f"The lora adapter '{name[:MAX_NAME_LENGTH]}' cannot be found.", param="lora_name"
                 )
-            self._engine.unload_adapter(served.lora.lora_int_id)
+            self._let_go(served)
             logger.info("unloaded LoRA adapter %r", name)
 
     async def _load(self, name: str, path: str, base_model_name: str | None) -> None:
         """Load an adapter, in place of the one that has its name, if any."""
+        await self._wait_for_slot(name)
         self._num_loaded += 1
         lora = LoRARequest(name, self._num_loaded, path)
         await self._engine.load_adapter(lora)
@@ -127,7 +147,28 @@ class ServedAdapters:
         before, parent = self._by_name.get(name), base_model_name if base_model_name in names else names[0]
         self._by_name[name] = ServedAdapter(lora, str(parent))
         if before is not None:
-            self._engine.unload_adapter(before.lora.lora_int_id)
+            self._let_go(before)
+
+    def _let_go(self, served: ServedAdapter) -> None:
+        """Unload an adapter that has no name any more, as soon as no request holds it."""
+        if served.num_requests:
+            self._leaving.append(served)
+        else:
+            self._engine.unload_adapter(served.lora.lora_int_id)
+
+    async def _wait_for_slot(self, name: str) -> None:
+        num_slots = self._engine.config.max_loras
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                while self._leaving and len(self._by_name) + len(self._leaving) >= num_slots:
+                    self._has_left.clear()
+                    await self._has_left.wait()
+        except TimeoutError as error:
+            raise refused(
+                "lora_name",
+                f"got {name!r}, allowed are {num_slots} adapters at once (max_loras), which are loaded; "
+                f"{len(self._leaving)} of them until requests under way have ended",
+            ) from error
 
     def _find_files(self, name: str, path: str) -> str:
         """Return the directory of an adapter inside the folder that clients may load from."""

@@ -124,6 +124,8 @@ class Middleware:
             logger.exception("request %s failed", record.request_id)
         finally:
             self._service.num_active_requests -= is_generating
+            if record.adapter is not None:
+                self._service.adapters.release(record.adapter)
             self._note_end(record)
 
     def _check(self, route: str, method: str, headers: Headers) -> None:

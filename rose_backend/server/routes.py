@@ -127,7 +127,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         partial(processor.process_all, prompts, [params] * len(prompts), namespace, options, tenant),
         None if options.truncate_prompt_tokens is None else service.long_truncation,
     )
-    inputs = with_adapter(inputs, body, service)
+    inputs = with_adapter(request, inputs, body)
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
@@ -190,7 +190,7 @@ async def answer_chat(
             return processor.process_all([ids], [params], namespace, options, tenant)
 
     inputs = await run_by_length(conversation.length, process, service.long_truncation if truncates else None)
-    inputs = with_adapter(inputs, body, service)
+    inputs = with_adapter(request, inputs, body)
     check_answer_tokens(inputs, None, service, bool(body.return_token_ids))
     role = conversation.answer_role
     echo = conversation.final if body.echo and conversation.final_role == role else ""
@@ -475,13 +475,19 @@ def find_adapter(service: Service, name: str | None) -> ServedAdapter | None:
 
 
 def with_adapter(
-    inputs: list[ProcessedInput], body: GenerationRequest, service: Service
+    request: Request, inputs: list[ProcessedInput], body: GenerationRequest
 ) -> list[ProcessedInput]:
-    """Return prompts with the adapter that the request names; errors are those of ``find_adapter``."""
+    """Return prompts with the adapter that the request names, and let the request hold it until its end.
+
+    Errors are those of ``find_adapter``.
+    """
+    service: Service = request.app.state.service
     # Only now: it may have been unloaded, or loaded again, while prompts were tokenized.
     adapter = find_adapter(service, body.model)
     if adapter is None:
         return inputs
+    service.adapters.hold(adapter)
+    request.state.record.adapter = adapter
     return [each._replace(lora_id=adapter.lora.lora_int_id) for each in inputs]
 
 

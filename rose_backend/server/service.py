@@ -21,7 +21,7 @@ from rose_backend.block_manager import reporting_unit
 from rose_backend.engine.client import EngineClient
 from rose_backend.engine.outputs import Counters
 from rose_backend.engine.request import check_cache_salt, sampling_defaults
-from rose_backend.server.adapters import ServedAdapters
+from rose_backend.server.adapters import ServedAdapter, ServedAdapters
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.settings import ServerSettings
 from rose_backend.server.tracing import Tracing
@@ -189,6 +189,8 @@ class RequestRecord:
     """Why the request was refused, or could not be completed."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """Of a server with tracing, what the client says about the span that the request belongs to."""
+    adapter: ServedAdapter | None = None
+    """Of all prompts; held until the request ends."""
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far, as OpenAI's object; a prompt with several completions counts once."""

@@ -165,6 +165,36 @@ def test_a_slot_with_requests_is_not_given_away(case: AdapterCase) -> None:
         assert case.generate(llm, [2], num_prompts=2) == []
 
 
+def test_a_slot_is_not_given_away_before_all_prompts_are_added(case: AdapterCase) -> None:
+    prompts = [list(case.prompts[which][5]) for which in (1, 1, 1, 1, 2)]
+    adapters = [case.adapters[which] for which in (1, 1, 1, 1, 2)]
+    with case.llm(max_loras=2, max_num_seqs=1, max_queue_size=1) as llm:
+        under_way = llm.generate_unordered(prompts, GREEDY, lora_request=adapters)
+        found = dict([next(under_way)])
+        with pytest.raises(RequestError, match="lora_name: got 'adapter 3', allowed are 2 adapters"):
+            llm.generate(prompts[:1], GREEDY, lora_request=case.adapters[3])
+        found |= dict(under_way)
+        assert [tuple(found[index].outputs[0].token_ids) for index in range(5)] == [
+            case.references[which].token_ids[5] for which in (1, 1, 1, 1, 2)
+        ]
+        left = llm.generate_unordered(prompts, GREEDY, lora_request=adapters)
+        next(left)
+        left.close()
+        assert case.generate(llm, [3, 4], num_prompts=2) == []
+
+
+def test_an_iterator_loads_again_what_was_replaced_before_it_started(case: AdapterCase) -> None:
+    prompt = list(case.prompts[1][5])
+    with case.llm(max_loras=1) as llm:
+        later = llm.stream(prompt, GREEDY, lora_request=case.adapters[1])
+        assert case.generate(llm, [2], num_prompts=2) == []
+        *_, last = later
+        assert tuple(last.outputs[0].token_ids) == case.references[1].token_ids[5]
+        # What cannot be loaded is refused at once.
+        with pytest.raises(RequestError, match="lora_path: directory '/no/such' has no adapter_config"):
+            llm.generate_unordered([prompt], GREEDY, lora_request=LoRARequest("a", 7, "/no/such"))
+
+
 def test_steps_without_an_adapter_have_no_products_of_adapters(
     case: AdapterCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

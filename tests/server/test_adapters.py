@@ -16,10 +16,13 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
+from rose_backend.engine import adapters as adapter_tables
+from rose_backend.engine.outputs import RequestOutput
 from rose_backend.errors import ConfigError
 from rose_backend.models.adapters import AdapterSlots
+from rose_backend.server import adapters as served_adapters
 from rose_backend.server.settings import LoRAModule, ServerSettings
-from tests.server.live_server import MODEL, LiveServer, error_of, running_server
+from tests.server.live_server import MODEL, LiveServer, error_of, running_server, wait_until
 from tests.server.test_fuzz import CHECK_NAMES
 from tests.server.test_llama_server import CHAT_TEMPLATE, MESSAGES
 from tests.support.adapters import GREEDY, NUM_TOKENS, AdapterCase, make_case, write_adapter
@@ -163,6 +166,46 @@ def test_what_was_submitted_before_an_adapter_is_unloaded_is_answered(
     answered = asyncio.run_coroutine_threadsafe(submit_and_unload(), server._loop).result(HANG_S)
     assert tuple(answered) == case.references[2].token_ids[5]
     assert unload(server, "leaving").status_code == 200
+
+
+def test_a_request_keeps_its_adapter_until_all_its_prompts_are_submitted(
+    server: LiveServer, case: AdapterCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is replaced and unloaded meanwhile; who loads another one waits for the slot."""
+    submission = server.service.submission
+    which = {"held": 2, "replaced": 3}
+    for name, number in which.items():
+        assert load(server, name, f"adapter{number}").status_code == 200
+    asyncio.run_coroutine_threadsafe(submission.acquire(), server._loop).result(HANG_S)
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            answers = {}
+            for name, number in which.items():
+                body = body_of(case, name, number, 5)
+                body["prompt"] = [body["prompt"]] * 3
+                answers[name] = pool.submit(server.post, "/v1/completions", body)
+            wait_until(lambda: len(submission._waiters or ()) == len(which))
+            assert unload(server, "held").status_code == 200
+            monkeypatch.setattr(served_adapters, "_WAIT_S", 0.0)
+            refusal = load(server, "replaced", "adapter4", load_inplace=True)
+            assert refusal.status_code == 400
+            assert error_of(refusal)["message"] == (
+                "lora_name: got 'replaced', allowed are 3 adapters at once (max_loras), which are loaded; 1 of them "
+                "until requests under way have ended"
+            )
+            monkeypatch.setattr(served_adapters, "_WAIT_S", HANG_S)
+            loading = pool.submit(load, server, "replaced", "adapter4", load_inplace=True)
+            wait_until(lambda: loading.done() or bool(server.service.adapters._has_left._waiters))
+        finally:
+            server._loop.call_soon_threadsafe(submission.release)
+        for name, number in which.items():
+            answer = answers[name].result(HANG_S)
+            assert answer.status_code == 200, answer.text
+            token_ids = {tuple(each["token_ids"]) for each in answer.json()["choices"]}
+            assert token_ids == {case.references[number].token_ids[5]}
+        assert loading.result(HANG_S).status_code == 200, loading.result().text
+    assert difference(server, case, "replaced", 4, 5) is None
+    assert unload(server, "replaced").status_code == 200
 
 
 def test_an_adapter_is_replaced_in_place(server: LiveServer, case: AdapterCase) -> None:
@@ -403,6 +446,45 @@ def test_a_request_whose_adapter_was_unloaded_on_its_way_is_refused(case: Adapte
             == "model: got a LoRA adapter that is not loaded, allowed are those that are"
         )
         assert difference(server, case, MODEL, 0, 1) is None
+
+
+def test_a_load_waits_for_the_slot_of_what_was_unloaded_before(
+    case: AdapterCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unload is carried out after the present step, which goes on until the load waits."""
+    is_stepping, goes_on, waits = threading.Event(), threading.Event(), threading.Event()
+    wait_for = threading.Condition.wait_for
+
+    with (
+        running_server(case.path, settings(case), enable_lora=True, max_loras=1) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        step, table = server.core.step, server.core.adapter_table()
+
+        def stop_and_step() -> list[RequestOutput]:
+            is_stepping.set()
+            assert goes_on.wait(HANG_S)
+            return step()
+
+        def note_and_wait(condition: threading.Condition, *args: Any) -> bool:
+            if condition is table._lock:
+                waits.set()
+            return wait_for(condition, *args)
+
+        monkeypatch.setattr(adapter_tables, "_WAIT_S", HANG_S)
+        monkeypatch.setattr(server.core, "step", stop_and_step)
+        monkeypatch.setattr(threading.Condition, "wait_for", note_and_wait)
+        answering = pool.submit(difference, server, case, MODEL, 0, 5)
+        assert is_stepping.wait(HANG_S)
+        try:
+            assert unload(server, STATIC).status_code == 200
+            loading = pool.submit(load, server, "next", "adapter2")
+            wait_until(lambda: loading.done() or waits.is_set())
+        finally:
+            goes_on.set()
+        assert loading.result(HANG_S).status_code == 200, loading.result().text
+        assert answering.result(HANG_S) is None
+        assert difference(server, case, "next", 2, 5) is None
 
 
 def test_without_a_directory_clients_cannot_load(case: AdapterCase) -> None:
