@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -190,7 +190,8 @@ def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass, *, 
         num_decodes=num_decodes,
     )
     # Of no adapter: kernels depend on how many tokens there are.
-    model.forward(zeros, zeros, kv_cache, metadata, lora_slots=zeros - 1 if has_adapters else None)
+    of_adapters: dict[str, Any] = {"lora_slots": zeros - 1} if has_adapters else {}
+    model.forward(zeros, zeros, kv_cache, metadata, **of_adapters)
 
 
 def compile_starts(

@@ -533,8 +533,9 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return final hidden states, and what a head reads of those in between, [T, E]; None if there is none."""
         if self.head_drafts is None:
-            forward = self._model.forward
-            return forward(input_ids, positions, self._kv_cache, metadata, lora_slots=lora_slots), None
+            # A family that takes no adapters need not know of them.
+            of_adapters: dict[str, Any] = {} if lora_slots is None else {"lora_slots": lora_slots}
+            return self._model.forward(input_ids, positions, self._kv_cache, metadata, **of_adapters), None
         held: list[torch.Tensor] = []
         hidden = self._model.forward(input_ids, positions, self._kv_cache, metadata, held)
         return hidden, self.head_drafts.head.combine(held)
