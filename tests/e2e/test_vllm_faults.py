@@ -21,7 +21,7 @@ ARGUMENTS = (
     *("--max-num-seqs", "1"),
 )
 HELD_UP_S = 3
-"""A request takes some milliseconds; that it is on its way by then is not asked for."""
+"""Long enough for a request to be answered if nothing holds it up."""
 LONG = {"prompt": ["Once"] * 16, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
