@@ -53,11 +53,14 @@ def server_command(options: EngineOptions, port: int) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free port, low enough that a server may take the one 10,000 above it as well."""
+    """Return a free port, low enough that a server may take the one 10,000 above it as well.
+
+    Linux gives ports from 32,768 on to clients, so nobody else is given this one before the server binds it.
+    """
     # Not from the seeded generator: two processes with one seed would take the same port.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             return port
     raise EngineError(f"no port is free between {_PORTS.start} and {_PORTS.stop - 1}")
 

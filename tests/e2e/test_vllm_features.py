@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from benchmarks.online.servers import free_port
 from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import (
@@ -132,9 +132,7 @@ class Speculating:
 
 @pytest.fixture(scope="module")
 def speculating(make_engine: MakeEngine) -> Iterator[Speculating]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     context = zmq.Context()
     connection = context.socket(zmq.SUB)
     connection.setsockopt(zmq.SUBSCRIBE, b"")

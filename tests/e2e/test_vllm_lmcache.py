@@ -20,12 +20,12 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 
+from benchmarks.online.servers import free_port
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import mixed_prompts
 from tests.support.reference_generation import NUM_NEW_TOKENS, tie_free_case
 from tests.support.stepped_engine import overlap_steps_on_cpu
 from tests.support.vllm_engines import assert_greedy, generate, manager_of, scheduler_of
-from tests.support.vllm_server import free_port
 
 pytestmark = pytest.mark.skipif(
     find_spec("lmcache") is None, reason="needs the package lmcache, which CI does not install"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
+from benchmarks.online.servers import free_port
 from tests.e2e.conftest import MakeEngine
 from tests.support.pretended_nixl import PretendedAgent
 from tests.support.reference_generation import SAFE_LEAD, GreedyReference, Prompts, tie_free_case
@@ -161,17 +161,6 @@ def forget(engine: SteppedEngine) -> dict[str, Any]:
     return outputs
 
 
-def port_of_our_own() -> int:
-    """Return a free port that the system gives to nobody: vLLM, which binds it later, waits forever if it is taken."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    # Below 32,768, where Linux begins to give ports away.
-    for port in range(20_000 + 200 * worker, 20_200 + 200 * worker):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise AssertionError("no port is free")
-
-
 MakePair = Callable[..., contextlib.AbstractContextManager[Pair]]
 
 
@@ -202,7 +191,7 @@ def make_pair(make_engine: MakeEngine, agent: str, monkeypatch: pytest.MonkeyPat
         with contextlib.ExitStack() as stack:
             members = []
             for role in ("kv_producer", "kv_consumer"):
-                monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port_of_our_own()))
+                monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
                 connector = KVTransferConfig(
                     kv_connector="NixlConnector",
                     kv_role=role,

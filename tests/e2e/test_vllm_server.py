@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.online.servers import free_port
 from tests.support.reference_generation import greedy_differences
-from tests.support.vllm_server import VllmServer, free_port, run_until_exits, running_server
+from tests.support.vllm_server import VllmServer, run_until_exits, running_server
 
 MODEL_NAME = "tiny"
 SERVER_ARGUMENTS = (

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import serve
 
+from benchmarks.online import servers
 from tests.support.patience import HANG_S
 
 # Stands for vllm: answers /health, starts a helper that ignores SIGTERM, ends on SIGINT unless told to be stubborn.
@@ -54,9 +55,7 @@ sys.exit(serve.main({arguments!r}))
 @pytest.fixture
 def free_port() -> int:
     """Return a port that nothing uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return servers.free_port()
 
 
 def launch(folder: Path, port: int, behavior: str = "") -> subprocess.Popen[str]:

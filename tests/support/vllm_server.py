@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.online.servers import free_port
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,10 +186,3 @@ def run_until_exits(commands: Mapping[str, Sequence[str]], folder: Path) -> dict
 def serve_command() -> Sequence[str]:
     """Return the command line of ``vllm serve``, by this interpreter."""
     return sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
