@@ -142,8 +142,8 @@ class PluginConfig(Switches):
     """Replay steps whole, inputs, sampling and update included; off: vLLM launches what surrounds its graph of the
     layers one by one. Needs full CUDA graphs."""
     adaptive_drafts: bool = True
-    """Make drafts, n-grams or an EAGLE head's, in those steps where they give more tokens per second than steps
-    without, as measured; off: in all. Needs batched scheduling."""
+    """Make as many of the drafts, n-grams or an EAGLE head's, in each step as give the most tokens per second, as
+    measured: all, some or none; off: all in each step. Needs batched scheduling."""
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's
     outputs after the other."""
@@ -314,7 +314,7 @@ class EngineConfig(Switches):
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     """Drafts, which decode steps verify: the fields of ``SpeculativeConfig``, as which it is kept. None: no drafts."""
     adaptive_drafts: bool = True
-    """Make drafts only in steps in which they give more tokens per second, as measured; off: in all."""
+    """Make as many drafts in each step as give the most tokens per second, as measured; off: all in each."""
     enable_lora: bool = False
     """Take LoRA adapters, whose slots are allocated at the start."""
     max_loras: int = MAX_LORAS

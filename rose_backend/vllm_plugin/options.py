@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
+from rose_backend.draft_depth import draft_depths
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.registration import is_rose
 
@@ -239,11 +240,17 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
 
 
 def adapts_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether Rose's scheduler chooses, step by step, between all drafts that are asked for and none."""
+    """Whether Rose's scheduler chooses, step by step, how many of the drafts that are asked for are made."""
     has_drafts = vllm_config.speculative_config is not None
     return (
         has_drafts and rose_options(vllm_config).adaptive_drafts and why_drafts_are_fixed(vllm_config) is None
     )
+
+
+def depths_of(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Return the numbers of drafts that a request may have in a step, rising; 0 alone without drafts."""
+    num_drafts = vllm_config.num_speculative_tokens
+    return draft_depths(num_drafts) if adapts_drafts(vllm_config) else (num_drafts,)
 
 
 def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     ),
     "always right": ({"num_drafts": 7, "groups": "one group", "share_right": 1.0}, {8}),
     "come and go": (
-        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40},
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.3, "num_steps": 80},
         {1, 2, 3, 4},
     ),
     "EAGLE's come and go": (
@@ -46,13 +46,13 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
             "num_drafts": 1,
             "groups": "one group, two shapes",
             "auxiliary": False,
-            "share_turned": 0.25,
+            "share_turned": 0.3,
             "num_steps": 40,
         },
         {1, 2},
     ),
     "come and go, stored alone": (
-        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40, "stores": True},
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.3, "num_steps": 80, "stores": True},
         {1, 2, 3, 4},
     ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
@@ -112,7 +112,7 @@ def make_runner(num_drafts: int, num_first: int, num_later: int) -> DraftRunner:
 )
 def test_steps_need_graphs_of_all_passes(num_drafts: int, num_first: int, num_later: int, most: int) -> None:
     runner = make_runner(num_drafts, num_first, num_later)
-    steps, requests = HeadSteps(runner), DraftRequests(runner, 0.0, 1)
+    steps, requests = HeadSteps(runner, num_drafts), DraftRequests(runner, 0.0, 1)
     assert sorted(steps._passes) == [*range(1, most + 1)]
     head = runner.speculator
     # As vLLM asks for them: with the tokens of padding that the step has.
@@ -145,7 +145,7 @@ def test_steps_without_drafts_need_graphs_of_the_first_pass_and_have_no_prompts(
 
 def test_rows_of_padding_belong_to_nobody() -> None:
     runner = make_runner(3, 8, 8)
-    steps = HeadSteps(runner)
+    steps = HeadSteps(runner, 3)
     steps._upload_rows(np.array([5, 2, 7]))
     given = steps._row_inputs.tensors
     assert given["is_row"].tolist() == [True] * 3 + [False] * 5
@@ -157,11 +157,11 @@ def test_rows_of_padding_belong_to_nobody() -> None:
 
 def test_graphs_are_counted_and_given_back() -> None:
     runner = make_runner(3, 8, 8)
-    steps = HeadSteps(runner)
+    steps = HeadSteps(runner, 3)
     num_sizes = len(SIZES)
     # Greedy and drawn ends, prologues, and two behind graphs of the head.
     assert steps._num_graphs() == 5 * num_sizes
-    assert HeadSteps(make_runner(1, 8, 8))._num_graphs() == 4 * num_sizes
+    assert HeadSteps(make_runner(1, 8, 8), 1)._num_graphs() == 4 * num_sizes
     for graphs in (steps._begins_of_later_passes, steps._ends_of_passes):
         graphs._graphs[1] = (torch.cuda.CUDAGraph,)  # type: ignore[assignment]
     steps.close()

@@ -1224,7 +1224,7 @@ def test_drafts_of_many_requests_are_counted_as_vllm_counts_each() -> None:
     at_once, one_by_one = SpecDecodingStats.new(3), SpecDecodingStats.new(3)
     for stats in (at_once, one_by_one):
         stats.observe_draft(2, 1)
-    observe_drafts(at_once, counts)
+    observe_drafts(at_once, counts, 3)
     for count in counts:
         one_by_one.observe_draft(3, count - 1)
     assert at_once == one_by_one

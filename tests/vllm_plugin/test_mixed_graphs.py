@@ -25,9 +25,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+)
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 import rose_backend
+from rose_backend.draft_depth import draft_depths
 from rose_backend.vllm_plugin.attention.audited_models import (
     AUDITED_CLASSES,
     AUDITED_FOR_DECODES,
@@ -296,9 +301,8 @@ def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
 def test_rows_with_all_their_drafts_have_graphs_of_their_own(
     on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, query_len: int, enable_lora: bool, is_adaptive: bool
 ) -> None:
-    monkeypatch.setattr(
-        "rose_backend.vllm_plugin.attention.mixed_graphs.adapts_drafts", lambda config: is_adaptive
-    )
+    depths = draft_depths(query_len - 1) if is_adaptive else (query_len - 1,)
+    monkeypatch.setattr("rose_backend.vllm_plugin.attention.mixed_graphs.depths_of", lambda config: depths)
     sizes, num_adapters = [1, 2, 4, 8, 16, 20, 32, 65], int(enable_lora)
     config = on_gpu(
         sizes, max_num_seqs=20, enable_lora=enable_lora, speculative_config=n_grams(query_len - 1)
@@ -319,11 +323,43 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
             if found.uniform_token_count is not None:
                 assert found.num_reqs * query_len == found.num_tokens
                 assert found.num_tokens < min(size for size in sizes if size >= num_tokens) + query_len
-    # Without drafts a step is a mixed one, unless they may be left out.
-    for num_rows in range(1, 21):
-        found = manager.dispatch(num_rows, num_rows, 1, num_adapters, 1)
-        assert found.uniform_token_count == (1 if is_adaptive else None)
-        assert not is_adaptive or found.num_reqs == found.num_tokens >= num_rows
+    # With fewer drafts, or none, a step is a mixed one, unless some may be left out.
+    for fewer in range(1, query_len):
+        most = max((desc.num_reqs for desc in captured if desc.uniform_token_count == fewer), default=0)
+        assert (most > 7) == (is_adaptive and fewer in (1, 2, 4))
+        for num_rows in range(1, min(20, 64 // fewer) + 1):
+            found = manager.dispatch(num_rows, num_rows * fewer, fewer, num_adapters, fewer)
+            assert found.uniform_token_count == (fewer if num_rows <= most else None)
+            assert num_rows > most or found.num_reqs * fewer == found.num_tokens >= num_rows * fewer
+
+
+class PassesManager(Manager, SpeculatorCudaGraphManager):
+    """vLLM's choice of graphs of a head's passes after its first one."""
+
+
+def test_passes_of_a_head_have_graphs_for_each_number_of_drafts(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM has them where drafts depend on the size of the batch."""
+    config = on_gpu([1, 2, 4], max_num_seqs=4, speculative_config=n_grams(7))
+    config.speculative_config.method = "eagle3"
+    found = {}
+    for depths in ((7,), (0, 1, 3, 7)):
+        monkeypatch.setattr(
+            "rose_backend.vllm_plugin.attention.mixed_graphs.depths_of", lambda _, of=depths: of
+        )
+        manager = PassesManager(config, CUDAGraphMode.FULL_DECODE_ONLY, 4)
+        found[depths] = manager._capture_descs[CUDAGraphMode.FULL]
+    plain, special = found.values()
+    assert [desc.num_tokens for desc in plain] == [4, 2, 1]
+    assert not any(isinstance(desc, SpeculatorBatchDescriptor) for desc in plain)
+    assert [(desc.num_tokens, desc.num_speculative_tokens) for desc in special] == [
+        (size, depth) for size in (4, 2, 1) for depth in (7, 3)
+    ]
+    manager.graphs = dict.fromkeys(special)
+    for depth in (3, 7):
+        desc = manager.specialize_spec_tokens(manager.dispatch(3, 3, 1, 0), depth)
+        assert desc in special and desc.num_speculative_tokens == depth and desc.num_tokens == 4
 
 
 def test_rows_with_more_drafts_than_decode_attention_takes_have_no_graphs_of_their_own(on_gpu: OnGpu) -> None:

@@ -116,14 +116,14 @@ class StoringHeadSteps(StepGraphs):
 
 
 class HeadSteps(DraftSteps):
-    """Steps in which every request decodes, with as many drafts as are asked for; an EAGLE head makes them.
+    """Steps in which every request decodes, with the same number of drafts; an EAGLE head makes them.
 
     Args:
-        runner: as of ``DraftSteps``.
+        runner, num_drafts: as of ``DraftSteps``.
     """
 
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: Any, num_drafts: int) -> None:
+        super().__init__(runner, num_drafts)
         most, device = self._max_num_rows, runner.device
         self._head = runner.speculator
         self._passes = {
@@ -231,10 +231,9 @@ class HeadSteps(DraftSteps):
         )
 
     def _keep_drafts(self, size: int, _: None) -> None:
-        """Write the drafts to where the next prologue, or vLLM's next step, finds them."""
         given = self._row_inputs.tensors
         drafts = self._head.draft_tokens[given["drafted_rows"][:size]]
-        self._drafts.index_put_((given["drafted_slots"][:size],), drafts)
+        self._store_drafts(drafts, given["drafted_slots"][:size])
 
 
 def _begin_a_batch(steps: PlainHeadSteps | HeadSteps) -> None:
