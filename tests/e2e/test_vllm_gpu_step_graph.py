@@ -27,7 +27,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.support.engines import as_flags
-from rose_backend.draft_depth import DraftDepth
+from rose_backend.draft_depth import DraftDepth, draft_depths
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
@@ -472,8 +472,8 @@ def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
 
     def choose(self: DraftDepth, num_requests: int) -> int:
         nonlocal chosen
-        if rng.random() < 0.1:
-            chosen = self.num_drafts - chosen
+        if rng.random() < 0.15:
+            chosen = rng.choice(draft_depths(self.num_drafts))
         return chosen
 
     return choose
@@ -496,15 +496,15 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
     model: str,
     drafts: dict[str, Any],
 ) -> None:
-    replayed = {"with": 0, "without": 0}
+    replayed = dict.fromkeys(draft_depths(drafts["speculative_config"]["num_speculative_tokens"]), 0)
     sample_with, sample_without = DraftSteps._sample, StepGraphs._replay_end
 
     def counted_with(self: DraftSteps, *args: Any) -> None:
-        replayed["with"] += 1
+        replayed[self._num_drafts] += 1
         sample_with(self, *args)
 
     def counted_without(self: StepGraphs, *args: Any) -> None:
-        replayed["without"] += 1
+        replayed[0] += 1
         sample_without(self, *args)
 
     monkeypatch.setattr(DraftSteps, "_sample", counted_with)
@@ -538,7 +538,7 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
             assert llm.reset_prefix_cache()
             before = dict(replayed)
             answers.append(said(generate(llm, prompts, params)))
-            grown = [replayed[kind] - before[kind] for kind in replayed]
+            grown = [replayed[depth] - before[depth] for depth in replayed]
             assert min(grown) > 5 if wanted is not is_never else max(grown) == 0, grown
         manager = manager_of(llm)
         manager.check_integrity()
