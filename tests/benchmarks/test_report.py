@@ -600,8 +600,8 @@ def gemma_starts() -> str:
         assert newest[caches, "Gemma 3 4B", "Rose in vLLM"] > newest[caches, "Gemma 3 4B", "vLLM"]
     before = figures.starts([report.read("h200/start_up_gemma3_before.json")])
     rose, alone = (before["cold", "Gemma 3 4B", side] for side in ("Rose in vLLM", "vLLM"))
-    run = "In the run of vLLM's starts, which is the older one, a cold start"
-    return f"{run} with Rose took {rose:.0f} s, without {alone:.0f}."
+    run = "In the older run, which has vLLM's starts, a cold start"
+    return f"{run} took {rose:.0f} s with Rose and {alone:.0f} s without."
 
 
 OTHER_MODELS = (
