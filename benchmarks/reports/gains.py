@@ -53,7 +53,7 @@ def tables(read: Callable[[str], Result], published: Fastest) -> str:
         first = _first_token(read(model.streams)) if model.streams else NOT_MEASURED
         rows.append((model.name, requests, ours, theirs, ratios, _throughput(result, published), first))
     steps = markdown(
-        ("model", "requests", "step, Rose (ms)", "step, fastest peer (ms)", "step", "throughput", "TTFT"),
+        ("model", "requests", "step, Rose (ms)", "step, fastest other (ms)", "step", "throughput", "TTFT"),
         rows,
     )
     servers = markdown(
@@ -64,13 +64,14 @@ def tables(read: Callable[[str], Result], published: Fastest) -> str:
 
 
 _ABOUT_STEPS = (
-    "Gains are peer / Rose: above 1x, Rose is faster. *Step*: one decode step of the whole engine; with drafts, "
-    "the time per token of each request, where 3 tokens a step (EAGLE-3: 2.7) are accepted. *Throughput*: a batch "
-    "of prompts of 512 tokens with 128 new tokens each, 256 prompts, or 64 for quantized models. *TTFT*: median "
-    "time to first token of 4,096-token prompts that arrive beside 32 running streams. –: not measured. NVIDIA "
-    "H200, vLLM 0.32, random weights, bfloat16 where no format is named. With 128 x 128 blocks, vLLM ran without "
-    "DeepGEMM, which it prefers where that is installed. A peer's time is its fastest in any published run of the "
-    "same work and GPU; Rose's is that of one run."
+    "The last three columns are gains: the other engine's time over Rose's, so above 1x Rose is faster. "
+    "*Step*: one decode step of the whole engine; with drafts, the time per token of each request, where "
+    "3 tokens a step (EAGLE-3: 2.7) are accepted. *Throughput*: a batch of prompts of 512 tokens with 128 "
+    "new tokens each, 256 prompts, or 64 for quantized models. *TTFT*: median time to first token of "
+    "4,096-token prompts that arrive beside 32 running streams. –: not measured. NVIDIA H200, vLLM 0.32, "
+    "random weights, bfloat16 where no format is named. With 128 x 128 blocks, vLLM ran without DeepGEMM, "
+    "which it prefers where that is installed. Another engine's time is its fastest in any published run "
+    "of the same work and GPU; Rose's is that of one run."
 )
 _ABOUT_SERVERS = (
     "Gains in medians, from the smallest to the largest at all loads, with shared prefixes. "

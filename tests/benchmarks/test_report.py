@@ -610,7 +610,11 @@ OTHER_MODELS = (
     *("h200/vllm_qwen3_vl", "h200/vllm_qwen3_5", "h200/vllm_experts_2_ranks", "h200/vllm_adapters_qwen3"),
 )
 CLAIMS = {
-    "README.md": [in_short, attention_alone],
+    "README.md": [
+        in_short,
+        lambda: float8_gains("Qwen3 8B, FP8, a scale per 128 x 128 block"),
+        attention_alone,
+    ],
     "docs/lora.md": [adapters],
     "docs/rose_or_not.md": [batches],
     "docs/quantization.md": [
