@@ -537,6 +537,30 @@ def test_a_step_of_another_kind_than_the_one_before_is_not_timed(monkeypatch: py
     assert noted == [(2, 7, 1), (0, 7, 3), (0, 7, 4), (2, 7, 6)]
 
 
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("drafter", ["some", "looked up"])
+def test_any_number_of_drafts_says_the_same(
+    make_drafting: MakeDrafting, llm: LLM, drafter: str, run_ahead: int
+) -> None:
+    prompts, params = plain_crowd(40, seed=3)
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting(
+        drafter, texts_of(prompts, expected), num_drafts=5, run_ahead=run_ahead, adaptive_drafts=True
+    )
+    decoder, rng, started = drafting.core._runner.decoder, random.Random(4), []
+    start = decoder.enqueue_again
+    decoder.enqueue_again = lambda: started.append(decoder._num_drafts) or start()
+    assert decoder.drafts.depths == (1, 3, 5)
+    decoder.drafts.adaptive.choose = lambda _: rng.choice((0, 1, 1, 3, 3, 5))
+    assert tokens_of(drafting, prompts, params) == expected
+    assert min(started.count(depth) for depth in (0, 1, 3, 5)) > 2
+    stats = drafting.stats
+    assert stats.generated_tokens == sum(len(one) for completions in expected for one in completions)
+    by_place = stats.spec_decode_num_accepted_tokens_per_pos
+    assert len(by_place) == 5 and sum(by_place) == stats.spec_decode_num_accepted_tokens > 20
+    drafting.core.check_integrity()
+
+
 def test_what_is_chosen_holds_for_the_next_step(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting("empty", run_ahead=1, adaptive_drafts=True, max_num_seqs=1, widths=())
     adaptive, decoder = drafting.core._runner.decoder.drafts.adaptive, drafting.core._runner.decoder
