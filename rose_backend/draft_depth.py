@@ -102,12 +102,6 @@ class _Acceptance:
             self._with[place] += (share - self._with[place]) / num
             before = share
 
-    def fade(self, step: int) -> None:
-        """Let what comes count for more of those drafts that were not observed lately."""
-        for place, observed in enumerate(self._observed):
-            if step - observed > _NUM_OBSERVED:
-                self._num_observed[place] = min(self._num_observed[place], _MIN_TIMES)
-
     def mean(self, depth: int, since: int = -1) -> float:
         """Return how many of ``depth`` drafts are accepted; one that was not observed after step ``since`` may be."""
         accepted, share = 0.0, 1.0
@@ -254,7 +248,6 @@ class DraftDepth:
         tried = min(due, key=lambda depth: (known[depth].timed if depth in known else -1, depth))
         self._trial = _Trial(self._depth, here, self._num_steps)
         self._times[tried, size].clear()
-        self._acceptance.fade(self._num_steps)
         return tried
 
     def _may_be_best(self, known: dict[int, _StepTime], depth: int) -> bool:

@@ -118,7 +118,7 @@ def test_what_a_head_drafts_is_found_out_again() -> None:
     chosen = run(4000, 0.0)
     # Of later drafts there is nothing to learn while the first one is never right.
     assert 5 < chosen.count(1) < 200 and chosen.count(NUM_DRAFTS) == 0
-    assert run(1500, 0.9)[-100:].count(NUM_DRAFTS) > 90
+    assert run(800, 0.9)[-100:].count(NUM_DRAFTS) > 90
 
 
 def test_each_size_of_batch_has_its_own_times() -> None:

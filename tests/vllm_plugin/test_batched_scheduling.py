@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rose_backend.conformance.block_manager.pretended_model import expected_outp
 from rose_backend.draft_depth import draft_depths
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
+from rose_backend.vllm_plugin.scheduler.scheduler import StepInFlight
 from tests.gpu_matrix.drafters import write_with_mtp_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import write_checkpoint
@@ -532,6 +534,20 @@ def test_drafts_come_and_go_as_in_vllm(
     assert pair.stock.worker.num_accepted > (0 if name == "all wrong" else 100) - 1
     assert pair.num_batched_tokens > pair.num_tokens // 2
     assert chosen.accepted and (chosen.timed == {0, 1} or chosen.timed > {0, num_drafts})
+
+
+def test_a_step_whose_requests_differ_in_drafts_is_not_timed(
+    make_config: MakeConfig, draft_or_not: Drafting
+) -> None:
+    scheduler = make_simulation(make_config, depth=2, **draft_or_not(), **ROOMY).scheduler
+    scheduler._draft_depth = chosen = ChosenDrafts(NUM_DRAFTS)
+    fast_outputs = FastOutputs([], [], 1)
+    for counts in ({"a": 1, "b": 3}, {"a": 1, "b": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 2, "b": 2}):
+        output: Any = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=4)
+        scheduler._note_time(StepInFlight(output, fast_outputs, 0.0, 0))
+        assert chosen.timed == set()
+    scheduler._note_time(StepInFlight(output, fast_outputs, 0.0, 0))
+    assert chosen.timed == {1}
 
 
 def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft_or_not: Drafting) -> None:

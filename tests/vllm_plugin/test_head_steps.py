@@ -89,12 +89,13 @@ class Passes:
 
     def dispatch(self, num_reqs: int, num_tokens: int, query_len: int, num_active_loras: int) -> Desc:
         self.asked.append((num_reqs, num_tokens, query_len, num_active_loras))
-        assert query_len in (1, self._query_len)
+        assert query_len in (1, 4, self._query_len)
         size = next(size for size in SIZES if size * query_len >= num_tokens)
         mode = CUDAGraphMode.FULL if num_reqs <= self._num_captured else CUDAGraphMode.NONE
         return Desc(size * query_len, mode, uniform_token_count=query_len)
 
     def specialize_spec_tokens(self, desc: Desc, num_drafts: int) -> Desc:
+        self.num_drafts = num_drafts
         return desc
 
 
@@ -125,6 +126,12 @@ def test_steps_need_graphs_of_all_passes(num_drafts: int, num_first: int, num_la
         count = STEPS.vllm.get(reason, 0)
         assert not steps.launch(requests.step())
         assert STEPS.vllm[reason] == count + 1
+
+
+def test_steps_with_some_of_the_drafts_have_as_many_passes() -> None:
+    steps = HeadSteps(make_runner(7, 8, 8), 3)
+    assert steps._head.decode_cudagraph_manager.num_drafts == 3
+    assert all(passes.first.uniform_token_count == 4 for passes in steps._passes.values())
 
 
 def test_steps_without_drafts_need_graphs_of_the_first_pass_and_have_no_prompts() -> None:

@@ -1260,11 +1260,11 @@ class HookedRunner:
     ("drafter", "is_adaptive", "kinds"),
     [
         (None, False, ["StepGraphs"]),
-        (NgramGPUSpeculator, False, ["DraftSteps"]),
-        (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps"]),
-        (EagleSpeculator, False, ["HeadSteps"]),
-        (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps"]),
-        (EagleSpeculator, True, ["StoringHeadSteps", "HeadSteps"]),
+        (NgramGPUSpeculator, False, ["DraftSteps 3"]),
+        (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps 1", "DraftSteps 3"]),
+        (EagleSpeculator, False, ["HeadSteps 3"]),
+        (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps 1", "HeadSteps 3"]),
+        (EagleSpeculator, True, ["StoringHeadSteps", "HeadSteps 1", "HeadSteps 3"]),
     ],
 )
 def test_which_kinds_of_steps_are_captured(
@@ -1275,16 +1275,16 @@ def test_which_kinds_of_steps_are_captured(
     captured: list[tuple[str, Any]] = []
 
     class Steps:
-        def __init__(self, name: str, runner: Any) -> None:
-            self.name = name
-            made.append(name)
+        def __init__(self, name: str, runner: Any, *num_drafts: int) -> None:
+            self.name = " ".join([name, *map(str, num_drafts)])
+            made.append(self.name)
 
         def capture(self, stream: Any) -> None:
             captured.append((self.name, stream))
 
     for name in ("StepGraphs", "DraftSteps", "HeadSteps", "PlainHeadSteps", "StoringHeadSteps"):
         monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
-    monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
+    monkeypatch.setattr(runner_hooks, "depths_of", lambda config: (0, 1, 3) if is_adaptive else (3,))
     monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
     runner = SimpleNamespace(
         speculative_config=None if drafter is None else object(),
