@@ -53,7 +53,7 @@ _ENGINE_HELP = {
     "enable_lora": "take LoRA adapters, whose slots are allocated at the start (default: off)",
     "max_loras": "LoRA slots, at most 8: adapters that are loaded at once",
     "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",
-    "kv_canary": "look, every 16 steps, for writes to K/V that nobody may change and for K/V computed from free "
+    "kv_canary": "check K/V every 16 steps for writes that nobody may make and for values computed from free "
     "blocks; log: a line for each check that finds some, raise: the engine ends; reads the whole KV pool",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
