@@ -39,6 +39,8 @@ def run(host: str, settings: Settings) -> tuple[Outcome, Counts]:
 def test_no_number_is_foreign(
     counting_path: Path, host: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Engines of other tests run in the test process.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     # Thread binding would stay behind in the test process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     outcome, counts = run(host, Settings(counting_path, num_drafts=num_drafts))
