@@ -17,6 +17,7 @@ from rose_backend.errors import ConfigError, nearest_name_hint
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATION_CONFIGS = ("auto", "none")
+KV_CANARY_MODES = ("off", "log", "raise")
 STEP_BUDGETS = ("auto", "off")
 """Besides numbers of milliseconds."""
 
@@ -163,9 +164,13 @@ class PluginConfig(Switches):
     """How long a step with prompts may take, while running requests wait for it. ``auto``: 1.5 times as long as one
     without prompts, longer if prompts would wait too long; a number: so many milliseconds; ``off``: as long as the
     prompt tokens that vLLM gives a step. Needs batched scheduling."""
+    kv_canary: str = "off"
+    """Check K/V every 16 steps for writes that nobody may make and for values computed from free blocks. ``log``: a
+    line for each check that finds some; ``raise``: the engine ends. Needs the block manager; reads all K/V."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("kv_canary", self.kv_canary, KV_CANARY_MODES)
         object.__setattr__(self, "step_budget", read_step_budget("step_budget", self.step_budget))
         if self.max_quantized_rows is not None:
             check_int("max_quantized_rows", self.max_quantized_rows, 0, MAX_PACKED_ROWS)
@@ -322,6 +327,9 @@ class EngineConfig(Switches):
     """LoRA slots: adapters that are loaded at once."""
     max_lora_rank: int = 16
     """Largest rank of an adapter, for which all slots have room."""
+    kv_canary: str = "off"
+    """Check K/V every 16 steps for writes that nobody may make and for values computed from free blocks. ``log``: a
+    line for each check that finds some; ``raise``: the engine ends. Each check reads the whole KV pool."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,10 +338,13 @@ class EngineConfig(Switches):
             object.__setattr__(self, "speculative_config", drafts)
             if drafts.has_head and self.enable_lora:
                 raise ConfigError("enable_lora: got True, allowed is False with drafts of an EAGLE head")
+            if drafts.has_head and self.kv_canary != "off":
+                raise ConfigError(
+                    f"kv_canary: got {self.kv_canary!r}, allowed is off with drafts of an EAGLE head"
+                )
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+        for name, allowed in {**choices, "kv_canary": KV_CANARY_MODES}.items():
+            check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
         for name, (low, high) in _RANGES.items():
@@ -384,6 +395,12 @@ def read_step_budget(name: str, value: object) -> str | float:
             f"{name}: got {value!r}, allowed are {', '.join(STEP_BUDGETS)} and a number of milliseconds above 0"
         )
     return milliseconds
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:

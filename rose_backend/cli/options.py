@@ -13,6 +13,7 @@ from rose_backend.config import (
     DEVICES,
     DTYPES,
     GENERATION_CONFIGS,
+    KV_CANARY_MODES,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
@@ -52,6 +53,8 @@ _ENGINE_HELP = {
     "enable_lora": "take LoRA adapters, whose slots are allocated at the start (default: off)",
     "max_loras": "LoRA slots, at most 8: adapters that are loaded at once",
     "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",
+    "kv_canary": "check K/V every 16 steps for writes that nobody may make and for values computed from free "
+    "blocks; log: a line for each check that finds some, raise: the engine ends; reads the whole KV pool",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
@@ -108,6 +111,7 @@ _ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "device": {"choices": DEVICES},
     "generation_config": {"choices": GENERATION_CONFIGS},
     "speculative_config": {"type": _json, "metavar": "JSON"},
+    "kv_canary": {"choices": KV_CANARY_MODES},
 }
 _SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": _int_or_none, "metavar": "N"},

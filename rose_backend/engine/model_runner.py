@@ -8,6 +8,7 @@ decode steps, on a second stream (``SideStream``).
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager import BlockManager, ClonePlan
+from rose_backend.block_manager.canary import CanaryPlanner
 from rose_backend.config import EngineConfig, Switches
 from rose_backend.engine.decode_runner import (
     Computed,
@@ -47,10 +49,14 @@ from rose_backend.kernels.captured_graphs import (
     upload,
 )
 from rose_backend.kernels.gpu_properties import Workspace, is_recording
+from rose_backend.kernels.kv.canary import KVCanary
 from rose_backend.layers.attention import AttentionMetadata, slots_of_rows
 from rose_backend.models.base import CausalLM
 from rose_backend.models.eagle3 import Eagle3Head
 
+logger = logging.getLogger(__name__)
+
+_NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 MAX_CAPTURED_TOKENS = 16_384
 """Larger passes keep the GPU busy without a graph."""
 _MIN_ROWS = 4
@@ -368,8 +374,14 @@ class ModelRunner:
         self.prompts: PromptGraphs | None = None
         self.first_draws: SizedGraphs | None = None
         self.side: SideStream | None = None
-        """Computes the chunks of steps that ask for it; None on a CPU, which has no streams."""
-        if self._device.type == "cuda":
+        """Computes the chunks of steps that ask for it; None on a CPU, which has no streams, and with ``kv_canary``."""
+        self._canary: tuple[CanaryPlanner, KVCanary] | None = None
+        if config.kv_canary != "off":
+            caches = [each for layer in kv_cache.unbind(0) for each in layer.unbind(0)]
+            raises = config.kv_canary == "raise"
+            self._canary = CanaryPlanner(manager), KVCanary(caches, logger, raises=raises)
+        # The canary looks at what all earlier work has left, which takes one stream.
+        if self._device.type == "cuda" and self._canary is None:
             self.side = SideStream(self._device)
             # The memory of a pass in flight must not be freed: other streams may get it.
             weakref.finalize(self, self.side.release).atexit = False
@@ -439,6 +451,7 @@ class ModelRunner:
         or at the same time as it and later steps (``Step.has_side_pass``).
         """
         plan = step.clone_plan
+        self.watch(plan)
         if plan is not None:
             src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
             block_clone(self._kv_cache, src, dst, block_dim=2)
@@ -462,6 +475,17 @@ class ModelRunner:
                 (last_tokens,) = upload(self._device, chunks.inputs.query_start_loc[1:].astype(np.int64) - 1)
                 hidden = Hidden(states[last_tokens], False)
         return Forwarded(step.slots[:split], decode_step, decode_rows, chunks, hidden, report)
+
+    def watch(self, clones: ClonePlan | None) -> None:
+        """Look for K/V that was written or read against the rules, before a step with these copies; see ``kv_canary``.
+
+        Raises:
+            IntegrityError: there is some.
+        """
+        if self._canary is not None:
+            planner, canary = self._canary
+            copied = _NO_BLOCKS if clones is None else clones.dst_block_ids
+            canary.before_step(*planner.plan(copied))
 
     @torch.inference_mode()
     def sample(

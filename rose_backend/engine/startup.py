@@ -399,6 +399,8 @@ class StartUpReport:
         )
         if self.config.drafts is not None:
             yield "drafts", str(self.config.drafts)
+        if self.config.kv_canary != "off":
+            yield "KV canary", self.config.kv_canary
         if self.cpu_threads is not None:
             yield "CPU threads", self.cpu_threads
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())

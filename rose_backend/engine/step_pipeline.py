@@ -443,6 +443,7 @@ class StepPipeline:
         """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
         self.counters.computed_tokens += len(last.batch.slots) * (last.num_drafts + 1)
+        self._runner.watch(None)
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
             last.batch,

@@ -71,6 +71,12 @@ LEDGER: dict[str, Patch] = {
         remove_when="a KV cache manager can say that it does not read Request.block_hashes",
         build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
     ),
+    "kv_canary": Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        reason="with kv_canary, what a worker finds in its K/V is looked at before each step, whatever runs the step",
+        remove_when="vLLM calls something of a KV cache manager's in its workers before each step",
+        build=f"{_PLUGIN}.kv_cache.canary:wrap_execute_model",
+    ),
     "gpt2_inner_model": Patch(
         target="vllm.model_executor.models.gpt2:GPT2Model",
         reason="GPT2LMHeadModel.__init__ builds its decoder from this name; building a second one would register every "

@@ -38,6 +38,8 @@ def check_supported(vllm_config: VllmConfig, switches: PluginConfig) -> None:
         raise ConfigError(
             f"ROSE does not support {' and '.join(found)}; choose another --attention-backend for this configuration"
         )
+    if switches.kv_canary != "off":
+        _check_canary(vllm_config, switches)
     if not switches.block_manager:
         return
     features = _unsupported_beside_states(vllm_config) if options.has_states(vllm_config) else {}
@@ -49,6 +51,22 @@ def check_supported(vllm_config: VllmConfig, switches: PluginConfig) -> None:
             f"{options.HAND_BACK_OPTION} gives block management back to vLLM"
         )
     options.check_retention_interval(cache_config.prefix_cache_retention_interval)
+
+
+def _check_canary(c: VllmConfig, switches: PluginConfig) -> None:
+    """Refuse ``kv_canary`` where others write K/V, or where it does not know what is written."""
+    drafts = c.speculative_config
+    features = {
+        "vLLM's own block manager": not switches.block_manager,
+        "models with states": options.has_states(c),
+        "float8 K/V": c.cache_config.cache_dtype in options.FLOAT8_DTYPES,
+        "a KV connector": options.has_kv_connector(c),
+        "sleep mode": c.model_config is not None and c.model_config.enable_sleep_mode,
+        "drafters with K/V": drafts is not None and drafts.method not in options.LOOKUP_METHODS,
+    }
+    found = [name for name, is_used in features.items() if is_used]
+    if found:
+        raise ConfigError(f"kv_canary: got {switches.kv_canary!r}, allowed is off with {' and '.join(found)}")
 
 
 def _model_has(vllm_config: VllmConfig, attribute: str) -> bool:

@@ -407,7 +407,7 @@ class SimulatedRunner(ModelRunner):
         self._manager, self._state, self._device = manager, state, device
         self._kv_cache, self._block_size = device, config.block_size
         self._budget = config.token_budget
-        self.prompts, self.first_draws = None, None
+        self.prompts, self.first_draws, self._canary = None, None, None
         num_drafts = 0 if config.drafts is None else config.drafts.num_speculative_tokens
         self.decoder = SimulatedDecoder(device, manager, state, self.widths, num_drafts)
         self.side = SideStream(device) if self.has_side_stream else None  # type: ignore[assignment]

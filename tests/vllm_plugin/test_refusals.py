@@ -315,6 +315,21 @@ def test_what_is_refused_is_named(
             start(**rose(block_manager=False))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (rose(kv_canary="log", block_manager=False), "vLLM's own block manager"),
+        ({"kv_cache_dtype": "fp8", **rose(kv_canary="log")}, "float8 K/V"),
+        ({**connector("ExampleConnector"), **rose(kv_canary="log")}, "a KV connector"),
+    ],
+)
+def test_what_the_canary_does_not_know_is_refused(
+    make_config: MakeConfig, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"kv_canary: got 'log', allowed is off with {words}"):
+        make_config(**arguments)
+
+
 SERVED: dict[str, dict[str, Any]] = {
     "float8 K/V": {"kv_cache_dtype": "fp8"},
     "KV cache events": {"kv_events_config": EVENTS},

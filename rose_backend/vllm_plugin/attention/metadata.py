@@ -27,7 +27,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     why_drafter_needs_vllms_graphs,
     why_prompts_need_python,
 )
-from rose_backend.vllm_plugin.options import has_eagle_head, replays_steps
+from rose_backend.vllm_plugin.options import has_eagle_head, replays_steps, rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
@@ -147,6 +147,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             apply_patch("decode_graphs")
         if find_unaudited(vllm_config.model_config) is not None:
             apply_patch("prompt_tails_v2" if vllm_config.use_v2_model_runner else "prompt_tails_v1")
+        if rose_options(vllm_config).kv_canary != "off":
+            apply_patch("kv_canary")
         if replays_steps(vllm_config):
             for name in ("capture", "execution", "sampling", "logprobs", "reload", "wake_up"):
                 apply_patch(f"step_graph_{name}")

@@ -26,8 +26,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from rose_backend.block_manager.canary import CanaryPlanner
 from rose_backend.draft_depth import DraftDepth, ShadowDrafts
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT, StepBudget
+from rose_backend.vllm_plugin.kv_cache.canary import add_plan
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
     NGRAM_METHODS,
@@ -85,6 +87,8 @@ class BatchedScheduling(Scheduler):
         )
         with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
+        has_canary = options.kv_canary != "off"
+        self._canary = CanaryPlanner(self.kv_cache_manager.manager) if has_canary else None
         self._set_num_drafts(self.num_spec_tokens)
         self.kv_cache_manager.running.num_lookahead_tokens = self.num_lookahead_tokens
         self._batches_decode_steps = batches_decode_steps(vllm_config)
@@ -192,6 +196,8 @@ class BatchedScheduling(Scheduler):
             for new in output.scheduled_new_reqs:
                 if new.mm_features:
                     new.mm_features = self.requests[new.req_id].mm_features
+        if self._canary is not None:
+            add_plan(output, self._canary)
         return output
 
     def _note_decodes(self, output: SchedulerOutput) -> None:
