@@ -321,9 +321,14 @@ class EngineConfig(Switches):
     """LoRA slots: adapters that are loaded at once."""
     max_lora_rank: int = 16
     """Largest rank of an adapter, for which all slots have room."""
+    batch_invariant: bool = False
+    """Compute each token in one order of operations, whatever else is in the step and whatever was cached: its
+    log-probabilities are the same bit for bit. For dense models without quantized weights; slower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.batch_invariant and self.speculative_config is not None:
+            raise ConfigError("speculative_config: got drafts, allowed are none with batch_invariant")
         if self.speculative_config is not None:
             drafts = SpeculativeConfig.read(self.speculative_config)
             object.__setattr__(self, "speculative_config", drafts)

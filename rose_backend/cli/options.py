@@ -52,6 +52,8 @@ _ENGINE_HELP = {
     "enable_lora": "take LoRA adapters, whose slots are allocated at the start (default: off)",
     "max_loras": "LoRA slots, at most 8: adapters that are loaded at once",
     "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",
+    "batch_invariant": "log-probabilities of a request are bit-equal in any batch, however its prompt is cut and "
+    "whatever of it is cached; dense models without quantized weights, slower",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",

@@ -36,7 +36,7 @@ from rose_backend.engine.progress import show_progress
 from rose_backend.engine.prompt_logprobs import PendingReport, ReportedRows, report_prompts, take_rows
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
-from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_unfused
+from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_each, sample_unfused
 from rose_backend.kernels.captured_graphs import (
     CapturedGraphs,
     Fields,
@@ -350,6 +350,9 @@ class ModelRunner:
         self._device = kv_cache.device
         self._block_size = config.block_size
         self._sample_tokens = sample if config.fused_sampler else sample_unfused
+        if config.batch_invariant and self._device.type == "cpu":
+            # Sums of plain torch over a vocabulary depend on the rows beside one.
+            self._sample_tokens = functools.partial(sample_each, self._sample_tokens)
         self._writes_apart = not config.fused_kv_append
         vocab_size = int(model.config.vocab_size)
         self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)

@@ -204,6 +204,45 @@ def _compute(
     return out, None if next_norm is None else norm_input_of(out, next_norm)
 
 
+def batch_invariant_linear(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E, O]
+    bias: torch.Tensor | None = None,  # [O]
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return ``x @ W + b``, [T, O], each row bit for bit what it is alone. Rounded once, from float32.
+
+    Args:
+        x: innermost stride 1; on a GPU float16 or bfloat16.
+        dtype: of the result; None: that of ``x``.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree, or a GPU has no such product.
+    """
+    check_tensors(x=(x, "T E"), weight=(weight, "E O"))
+    check_same_dtype(x=x, weight=weight)
+    if bias is not None:
+        check_tensors(weight=(weight, "E O"), bias=(bias, "O"))
+        check_same_dtype(x=x, bias=bias)
+    out = x.new_empty((x.shape[0], weight.shape[1]), dtype=dtype or x.dtype)
+    if x.is_cuda:
+        if x.dtype not in (torch.float16, torch.bfloat16) or x.stride(1) != 1:
+            raise ShapeError(
+                "x: expected float16 or bfloat16 with an innermost stride of 1 on a GPU, got "
+                f"{x.dtype} with strides {list(x.stride())}"
+            )
+        from rose_backend.kernels.linear.batch_invariant import batch_invariant_linear as launch
+
+        launch(x, weight, bias, out)
+        return out
+    by_row = weight.t()
+    # A copy of the row: at which address it begins must not matter either.
+    for row, result in zip(x, out, strict=True):
+        result.copy_(F.linear(row.clone(), by_row, bias))
+    return out
+
+
 def library_quantization(weight: Float8Weight, dtype: torch.dtype) -> InputQuantization | None:
     """Return how a library's product takes the input of a weight in 8 bits; None: it has none for it.
 
