@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from rose_backend import LLM, SamplingParams
+from rose_backend import LLM, SamplingParams, kernels
 from rose_backend.config import EngineConfig
+from rose_backend.engine.decode_runner import SamplingExtras
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.errors import ConfigError
+from rose_backend.kernels import SampleOutput, SamplingTensors
 from tests.support.llama_checkpoints import write_checkpoint
+from tests.support.sampling_cases import make_params
 from tests.support.tiny_checkpoint import write_random_gpt2
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -77,17 +84,37 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+def check_same(found: list[list[Any]], expected: list[list[Any]], options: dict[str, Any]) -> None:
+    """Compare answers, and name of each that differs the first place and what was drawn and reported there."""
+    differing = {
+        index: next((kind, place, *pair) for kind, place, *pair in _places(one, other) if pair[0] != pair[1])
+        for index, (one, other) in enumerate(zip(found, expected, strict=True))
+        if one != other
+    }
+    assert differing == {}, options
+
+
+def _places(one: list[Any], other: list[Any]) -> Iterator[tuple[int, int, Any, Any]]:
+    """Yield of two answers the number of a list, a place in it, and what both have there."""
+    for kind, lists in enumerate(zip_longest(one, other)):
+        for place, pair in enumerate(zip_longest(*(each or [] for each in lists))):
+            yield kind, place, *pair
+
+
 def check_any_batch(model: str, count: int, **given: Any) -> None:
     """Compare requests alone, from an empty cache, with the same together, twice in each of ``WAYS``."""
     requests = random_requests(count, seed=3)
     prompts, params = [list(each) for each in zip(*requests, strict=True)]
-    with engine(model, prefix_cache=False, **given) as llm:
-        alone = [bits(llm.generate([prompt], one)[0]) for prompt, one in requests]
+    alone = {}
+    # Two samplers agree within rounding.
+    for fused in (True, False):
+        with engine(model, prefix_cache=False, fused_sampler=fused, **given) as llm:
+            alone[fused] = [bits(llm.generate([prompt], one)[0]) for prompt, one in requests]
     for options in WAYS:
         with engine(model, **given, **options) as llm:
             for _ in range(2):
                 together = [bits(each) for each in llm.generate(prompts, params)]
-                assert [i for i, each in enumerate(together) if each != alone[i]] == [], options
+                check_same(together, alone[options.get("fused_sampler", True)], options)
             if "num_blocks" in options:
                 assert llm.stats.preemptions > 0
             assert llm.stats.cached_tokens > 0
@@ -170,6 +197,27 @@ def test_other_models_are_refused_before_weights_are_read(
         ConfigError, match=f"batch_invariant: got true with a model that has {kind}; allowed are"
     ):
         engine(str(path), dtype="auto")
+
+
+def test_all_draws_are_compiled_alike() -> None:
+    """Whether a row's own draw has penalties and reports must not follow from the rows beside it."""
+    calls: list[tuple[Any, ...]] = []
+
+    def choose(logits: torch.Tensor, params: SamplingTensors) -> SampleOutput:
+        optional = params.prompt_mask, params.output_counts, params.processors
+        calls.append((*(each is None for each in optional), params.num_logprobs >= 0))
+        return kernels.sample(logits, params)
+
+    extras = SamplingExtras(SequenceState(4, 64), choose, 50, torch.device("cpu"), draws_alike=True)
+    logits, params = torch.randn(2, 50), make_params(2, temperature=[0.0, 1.0])
+    plain = extras.sample_plain(logits, params)
+    drawn = extras.draw(logits, params, np.arange(2, dtype=np.int32))
+    assert calls == [(False, False, False, True)] * 2
+    assert (
+        plain.token_ids.tolist()
+        == drawn.token_ids.tolist()
+        == kernels.sample(logits, params).token_ids.tolist()
+    )
 
 
 def test_drafts_are_refused() -> None:
