@@ -329,6 +329,8 @@ class EngineConfig(Switches):
         super().__post_init__()
         if self.batch_invariant and self.speculative_config is not None:
             raise ConfigError("speculative_config: got drafts, allowed are none with batch_invariant")
+        if self.batch_invariant and self.enable_lora:
+            raise ConfigError("enable_lora: got True, allowed is False with batch_invariant")
         if self.speculative_config is not None:
             drafts = SpeculativeConfig.read(self.speculative_config)
             object.__setattr__(self, "speculative_config", drafts)

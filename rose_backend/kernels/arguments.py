@@ -747,6 +747,8 @@ class PackedLinear:
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     is_gated: bool = False
     """The result is ``silu(gate) * factor``, half as wide as the product."""
+    batch_invariant: bool = False
+    """On a GPU each row of the result is bit for bit what it is alone, and there may be any number of them."""
 
     @property
     def alternates(self) -> bool:

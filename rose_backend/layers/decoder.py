@@ -86,12 +86,15 @@ class Decoder:
     """Layers whose input ``run_layers`` hands out, with all residual adds; the number of layers: the last one's output.
     Not where ``attention`` wants last tokens only."""
     batch_invariant: bool = False
-    """The layers are of ``batch_invariant_layer``, and attention is likewise. On a CPU each token has a residual stream
-    of its own then: what torch's operations round depends on how many numbers they are given."""
+    """The layers are of ``batch_invariant_layer``, and attention is likewise. Every batch is a small one for packed
+    layers then. On a CPU each token has a residual stream of its own: what torch's operations round depends on how many
+    numbers they are given."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
         norm = self.layers[0].attn_norm
+        if self.batch_invariant:
+            return norm.packed
         most = self.max_packed_rows
         if most is None:
             most = max_packed_rows(norm.weight.shape[0])
@@ -136,7 +139,7 @@ def run_layers(
                 rotate_query_key(query[part], key[part], positions[part], rotation)
             rotation = None
         # The embedding was launched in the ordinary way: all but the projection and its rotation is complete.
-        overlap = is_small_batch and attention.appends
+        overlap = is_small_batch and attention.appends and not decoder.batch_invariant
         attended = attention(index, query, key, value, overlap=overlap, rotation=rotation)
         if attention.last_tokens is not None and index + 1 == len(layers):
             attended = attended[attention.last_tokens]

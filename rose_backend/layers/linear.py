@@ -169,7 +169,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
 
 
 def batch_invariant_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Return a layer that is not packed with products of one order for any number of rows."""
+    """Return a layer with products of one order for any number of rows."""
     assert isinstance(layer.mlp, Mlp), "experts have no such product"
     return replace(
         layer,
@@ -181,7 +181,9 @@ def batch_invariant_layer(layer: DecoderLayer) -> DecoderLayer:
 
 def batch_invariant(linear: Linear) -> Linear:
     """Return a linear layer whose product has one order for any number of rows."""
-    assert linear.packed is None and isinstance(linear.weight, torch.Tensor), "of a dense weight as it is"
+    assert isinstance(linear.weight, torch.Tensor), "quantized weights have no such product"
+    if linear.packed is not None:
+        return replace(linear, packed=replace(linear.packed, batch_invariant=True))
     weight, bias = linear.weight, linear.bias
 
     def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
@@ -221,8 +223,9 @@ class ResidualStream:
         hidden: ``[T, E]``; written where the batch is small.
         switches: which operations are fused; results agree within rounding.
         norm_input: what is left to the first packed norm; not None where the batch is small.
-        is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
-            A layer's norm and residual add are then parts of its products.
+        is_small_batch: every layer is packed and there are no more tokens than its products take (see
+            ``small_batch_linear``; batch-invariant ones take any number). A layer's norm and residual add are parts of
+            its products then.
         all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
         adapter_rows: of the layers' ``Adapters``; None: no token has an adapter.
     """

@@ -87,8 +87,6 @@ class CausalLM(ABC):
         self._attention_options = AttentionOptions(
             scale=config.head_size**-0.5, batch_invariant=batch_invariant
         )
-        if batch_invariant:
-            weights.layers[:] = map(batch_invariant_layer, weights.layers)
         self._decoder = Decoder(
             layers=weights.layers,
             final_norm=weights.final_norm,
@@ -101,8 +99,10 @@ class CausalLM(ABC):
             max_packed_rows=_max_packed_rows(weights.layers[0], config.dtype),
             batch_invariant=batch_invariant,
         )
-        if packs_layers(switches, config.device) and not batch_invariant:
+        if packs_layers(switches, config.device):
             self.pack_for_small_batches()
+        if batch_invariant:
+            weights.layers[:] = map(batch_invariant_layer, weights.layers)
 
     @classmethod
     @abstractmethod

@@ -38,9 +38,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.errors import ModelError
+from rose_backend.kernels import NormInput
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import MASK_KERNELS, REPORT_KERNELS, SAMPLER_KERNELS
-from rose_backend.layers.linear import Linear, Mlp, Norm
+from rose_backend.layers.linear import Linear, Mlp, Norm, ResidualStream
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_model import recorded_layer, recorded_steps
@@ -270,10 +271,18 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
                     model.lm_head.quant_method.apply(model.lm_head, hidden.new_empty((num_rows, 128)))
                 layer = model._layers[0]
                 for num_rows in range(1, config.scheduler_config.max_num_batched_tokens + 1, 63):
-                    for product in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
-                        product.many_rows(hidden.new_empty((num_rows, product.weight.shape[0])))
+                    rows = hidden.new_empty((num_rows, 128))
+                    embedded = NormInput(
+                        rows, rows.new_empty((num_rows, 2, 1)).float(), layer.attn_norm.packed
+                    )
+                    stream = ResidualStream(rows, model.rose_switches, embedded, is_small_batch=True)
+                    stream.project(layer.attn_norm, layer.qkv)
+                    attended = rows.new_empty((num_rows, layer.attn_out.num_inputs))
+                    stream.add(attended, layer.attn_out, layer.mlp_norm)
+                    stream.silu_mlp(layer.mlp_norm, layer.mlp, layer.attn_norm)
+                    stream.project(layer.attn_norm, layer.qkv)
             launched += recorded.sources
-    assert (model._layers[0].qkv.packed is None) == is_invariant
+    assert model._layers[0].qkv.packed.batch_invariant == is_invariant
     assert any(source.name == "_batch_invariant_attention_kernel" for source in launched) == is_invariant
     assert any(source.name == "_adapters_shrink_kernel" for source in launched) == enable_lora
     missing = [source for source in launched if source not in ahead]

@@ -226,3 +226,9 @@ def test_drafts_are_refused() -> None:
         ConfigError, match="speculative_config: got drafts, allowed are none with batch_invariant"
     ):
         EngineConfig(model="any", batch_invariant=True, speculative_config=drafts)
+
+
+def test_adapters_are_refused() -> None:
+    """How their products are added up depends on the rows that share one."""
+    with pytest.raises(ConfigError, match="enable_lora: got True, allowed is False with batch_invariant"):
+        EngineConfig(model="any", batch_invariant=True, enable_lora=True)

@@ -10,7 +10,20 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, PagedKV, batch_invariant_linear
+from rose_backend.kernels import (
+    AttentionOptions,
+    HeadRotation,
+    NewTokens,
+    NormInput,
+    PackedNorm,
+    PagedKV,
+    batch_invariant_linear,
+    norm_input_of,
+    pack_linear,
+    pack_norm,
+    small_batch_linear,
+    small_batch_linear_before_norm,
+)
 from rose_backend.kernels.attention import batch_invariant as attention
 from tests.support.attention_calls import decode, prefill
 from tests.support.implementations import GPU, INTERPRETER, REFERENCE, Implementation
@@ -83,6 +96,87 @@ def test_a_product_takes_a_matrix_in_any_order(implementation: Implementation) -
 def test_no_rows_are_no_product(implementation: Implementation) -> None:
     x, weight, bias = random_product((48, 40), 0, implementation)
     assert implementation(batch_invariant_linear, x, weight, bias).shape == (0, 40)
+
+
+AROUND = ["RMSNorm", "gated", "LayerNorm", "adds"]
+
+
+class LayerProducts:
+    """A product with one kind of operations around it, of random rows."""
+
+    def __init__(self, shape: tuple[int, int], rows: int, kind: str, like: Implementation) -> None:
+        self.like, self.kind = like, kind
+        generator = torch.Generator().manual_seed(rows + shape[0])
+
+        def draw(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=generator).to(dtype_of(like)).to(like.device)
+
+        depth, width = shape
+        self._x, weight, bias = draw(rows, depth), draw(width, depth) / depth**0.5, draw(width)
+        self._residual, self._next_norm = draw(rows, width), pack_norm(1 + draw(width) / 8, 1e-5)
+        scale, folded = 1 + draw(depth) / 8, {}
+        if kind == "LayerNorm":
+            folded = {"norm_weight": scale, "norm_bias": draw(depth)}
+        norm = PackedNorm(None, 1e-5) if folded else pack_norm(scale, 1e-5)
+        self._before = norm_input_of(self._x, norm)
+        layer = pack_linear(weight, bias, gated=kind == "gated", **folded)
+        self._layer = replace(layer, batch_invariant=True)
+
+    def __call__(self, rows: Any = slice(None), *, reference: bool = False) -> tuple[torch.Tensor, ...]:
+        """Return everything that is made of ``rows``; ``reference``: by kernels that are not batch-invariant."""
+        layer = replace(self._layer, batch_invariant=not reference)
+        if self.kind == "adds":
+            residual = self._residual[rows]
+            out, after = self.like(
+                small_batch_linear_before_norm,
+                self._x[rows],
+                layer,
+                self._next_norm,
+                residual=residual,
+                gelu=True,
+            )
+            return out, after.scaled, after.moments.sum(2) if reference else after.moments
+        scaled, moments, norm = self._before
+        return (
+            self.like(small_batch_linear, NormInput(scaled[rows], moments[rows].contiguous(), norm), layer),
+        )
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_right_with_all_that_is_around_it(
+    implementation: Implementation, shape: tuple[int, int], kind: str
+) -> None:
+    products = LayerProducts(shape, 131, kind, implementation)
+    whole = products()
+    expected = products(reference=True)
+    for found, right in zip(whole, expected, strict=True):
+        wide = found.sum(2) if found.ndim == 3 else found
+        torch.testing.assert_close(wide.float(), right.float(), rtol=2e-2, atol=2e-2)
+    if implementation is not REFERENCE:
+        for rows in (slice(0, 1), slice(17, 20), slice(60, 125), slice(3, 131)):
+            for found, right in zip(products(rows), whole, strict=True):
+                check_same(found, right[rows], implementation, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("shape", [(1024, 4096), (3072, 1024), (4096, 4096), (768, 2304)], ids=str)
+def test_layers_of_a_model_are_the_same_in_any_batch(shape: tuple[int, int], kind: str) -> None:
+    products = LayerProducts(shape, 4096, kind, GPU)
+    whole = products()
+    counts = [1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 1000, 2049]
+    for count in counts:
+        rows = torch.randperm(4096, generator=torch.Generator().manual_seed(count))[:count].cuda()
+        for found, right in zip(products(rows), whole, strict=True):
+            check_same(found, right[rows], GPU, count)
+
+
+def test_what_a_layer_cannot_leave_is_refused() -> None:
+    x, weight, _ = random_product((48, 40), 2, INTERPRETER)
+    layer = replace(pack_linear(weight.t(), gated=True), batch_invariant=True)
+    with pytest.raises(ShapeError, match="next_norm: expected None after a gated layer"):
+        INTERPRETER(small_batch_linear_before_norm, x, layer, pack_norm(torch.ones(20).to(x.dtype), 1e-5))
 
 
 # Qwen3 0.6B: query, key and value, both of what is led back, gate and factor; Llama 3.1 8B; a head; GPT-2.

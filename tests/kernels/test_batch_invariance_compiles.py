@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from rose_backend.kernels import AttentionOptions, PagedKV
+from rose_backend.kernels import AttentionOptions, NormInput, PackedLinear, PackedNorm, PagedKV
 from rose_backend.kernels.attention import batch_invariant as attention
 from rose_backend.kernels.attention import paged_prefill
 from rose_backend.kernels.linear import batch_invariant as linear
 from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, overlapped, record_launches
 
 BFLOAT16 = torch.bfloat16
-# Qwen3 0.6B: query, key and value, what the MLP leads back; a head.
-SHAPES = [(1024, 4096), (3072, 1024), (1024, 151_936)]
+# Qwen3 0.6B: query, key and value after a norm; gate and factor; what the MLP adds; a head.
+PARTS = {"qkv": (1024, 4096), "gate": (1024, 6144), "add": (3072, 1024), "head": (1024, 151_936)}
 ROWS = [1, 65, 8192]
 HEADS = [(32, 8, 128), (12, 12, 64)]
 MMA = re.compile(
@@ -30,30 +30,42 @@ def instructions(resources: Resources) -> set[str]:
     return {re.sub(r"n\d+(?=k)", "n*", found.group(1)) for found in MMA.finditer(resources.ptx)}
 
 
-def compile_linear(
-    rows: int, shape: tuple[int, int], capability: int, dtype: torch.dtype = BFLOAT16
-) -> Resources:
+def compile_linear(rows: int, shape: tuple[int, int], capability: int, part: str) -> Resources:
     depth, width = shape
     # Nothing touches the memory.
-    x, out = torch.empty((rows, depth), dtype=dtype), torch.empty((rows, width), dtype=dtype)
-    weight = torch.empty((width, depth), dtype=dtype).t()
+    x, out = torch.empty((rows, depth), dtype=BFLOAT16), torch.empty((rows, width), dtype=BFLOAT16)
+    layer = PackedLinear(torch.empty((width, depth), dtype=BFLOAT16), None, None, is_gated=part == "gate")
+    norm, residual, next_norm = PackedNorm(torch.empty(depth, dtype=BFLOAT16), 1e-6), None, None
+    given = x if part in ("add", "head") else NormInput(x, torch.empty(rows, 2, 16), norm)
+    if part == "gate":
+        out = out[:, : width // 2].contiguous()
+    if part == "add":
+        residual, next_norm = out, PackedNorm(torch.empty(width, dtype=BFLOAT16), 1e-6)
+    if part == "head":
+        out = out.float()
     scratch = torch.empty(16), torch.empty(16, dtype=torch.int32)
     with (
         record_launches(linear, "_batch_invariant_linear_kernel") as launches,
         mock.patch.object(linear, "num_processors", lambda device: 132),
         mock.patch.object(linear, "_scratch", lambda device: scratch),
+        mock.patch.object(linear, "has_dependent_launch", lambda device: capability >= 90),
     ):
-        linear.batch_invariant_linear(x, weight, None, out)
+        linear.batch_invariant_linear(given, layer, out, residual=residual, next_norm=next_norm)
     return compile_launch(overlapped(launches[0], capability), capability)
 
 
 @compiles("_batch_invariant_linear_kernel")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_of_any_number_of_rows_take_one_instruction(shape: tuple[int, int], capability: int) -> None:
+@pytest.mark.parametrize(("part", "shape"), PARTS.items(), ids=str)
+def test_products_of_any_number_of_rows_take_one_instruction(
+    part: str, shape: tuple[int, int], capability: int
+) -> None:
     found = set()
     for rows in ROWS:
-        resources = compile_linear(rows, shape, capability)
+        resources = compile_linear(rows, shape, capability, part)
         assert resources.shared_bytes <= SHARED_BYTES
+        assert resources.spill_bytes == 0
+        # No product is fused with a sum, outside the tensor cores.
+        assert not re.search(r"\bfma\.rn\S*f32", resources.ptx)
         found |= instructions(resources)
     if capability == 90:
         assert found == {"wgmma.mma_async.sync.aligned.m64n*k16"}

@@ -405,7 +405,7 @@ class RoseDecoder:
         layers, device = self.model.layers, self.model.norm.weight.device
         self._is_batch_invariant = is_batch_invariant()
         # A rank's product is a part of what is added: the residual cannot be added in the same kernel.
-        packs = not has_ranks and not self._is_batch_invariant and packs_layers(self.rose_switches, device)
+        packs = not has_ranks and packs_layers(self.rose_switches, device)
         self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
         self._attention = [layer.self_attn.attn for layer in layers]
         scheme = int4_scheme(vllm_config.quant_config)

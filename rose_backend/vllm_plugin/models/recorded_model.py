@@ -278,10 +278,10 @@ class RecordedDecoder:
         self._has_adapters = vllm_config.lora_config is not None
         decoder = recorded_layer(vllm_config, layer)
         self._final_norm = decoder.attn_norm
+        if _packs(vllm_config):
+            decoder = pack_layer(decoder)
         if layer.is_batch_invariant:
             decoder = batch_invariant_layer(decoder)
-        elif _packs(vllm_config):
-            decoder = pack_layer(decoder)
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
         scales = float8_scales(vllm_config.quant_config)
@@ -301,14 +301,15 @@ class RecordedDecoder:
         self._attention = RecordedAttention(vllm_config, layer)
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
-        """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
+        """Launch a step; of decodes and with batch invariance, where layers pass on what norms need, two layers."""
         slots = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=_META)
         for rows in (None, adapter_rows(slots)) if self._has_adapters else (None,):
             self._run(metadata, rows)
 
     def _run(self, metadata: RoseAttentionMetadata, rows: AdapterRows | None) -> None:
         num_tokens, layer = metadata.num_actual_tokens, self._layer
-        layers = [self._decoder] * (2 if metadata.decodes_only else 1)
+        passes_on = metadata.decodes_only or layer.is_batch_invariant
+        layers = [self._decoder] * (2 if passes_on else 1)
         positions = torch.empty(num_tokens, dtype=torch.int64, device=_META)
         input_ids = positions if self._has_mrope else positions.int()
         decoder = Decoder(
