@@ -85,6 +85,13 @@ def test_a_product_is_right_and_its_rows_are_what_they_are_alone(
         check_same(found, wide[rows], implementation, rows)
 
 
+def test_a_program_that_has_all_parts_adds_them_up() -> None:
+    """Where there are as many tiles as processors."""
+    x, weight, bias = random_product((512, 70), 8448, INTERPRETER)
+    found = INTERPRETER(batch_invariant_linear, x, weight, bias)
+    torch.testing.assert_close(found.float(), x.float() @ weight.float() + bias, rtol=1e-2, atol=5e-2)
+
+
 def test_a_product_takes_a_matrix_in_any_order(implementation: Implementation) -> None:
     x, weight, _ = random_product((48, 40), 5, implementation)
     other = weight.contiguous()
