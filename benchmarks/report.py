@@ -1,4 +1,4 @@
-"""Make the tables and figures of docs/performance, and README's summary, from the files in benchmarks/results.
+"""Make the tables and figures of docs/performance, and README's, from the files in benchmarks/results.
 
     python -m benchmarks.report [--check] [--as-of COMMIT]
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.reports import commits, engines, figures, floors, parts, serving
-from benchmarks.reports.engines import HOST, STOCK
+from benchmarks.reports import commits, engines, figures, floors, gains, parts, serving
 from benchmarks.reports.other_runs import OTHER_RUNS
-from benchmarks.reports.peers import PEERS, Fastest, fastest
-from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseconds
+from benchmarks.reports.peers import Fastest, fastest
+from benchmarks.reports.text import Result, grouped, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -185,67 +183,9 @@ def floors_table() -> str:
     return floors.table({file: read(file) for file in files})
 
 
-_STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]
-_SERVER = "server at {:.0f} requests/s, median TTFT"
-SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
-    (f"standalone: {_STEP} (ms)", "offline_compare", _STEPS, "rose", PEERS),
-    (f"inside vLLM: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
-    (f"inside vLLM, Qwen3 0.6B: {_STEP} (ms)", "vllm_qwen3", _STEPS, HOST, (STOCK, "sglang")),
-    (f"inside vLLM, Llama 8B: {_STEP} (ms)", "vllm_llama8b_start_1", _STEPS, HOST, (STOCK,)),
-    (
-        "inside vLLM, Llama 8B in float8: decode step of 1 / 32 / 128 requests (ms)",
-        "vllm_llama8b_fp8",
-        [f"step, {n} requests, greedy" for n in (1, 32, 128)],
-        HOST,
-        (STOCK,),
-    ),
-    (
-        "inside vLLM, Llama 8B in int4 (AWQ): decode step of 1 / 32 / 128 requests (ms)",
-        "vllm_llama8b_awq",
-        [f"step, {n} requests, greedy" for n in (1, 32, 128)],
-        HOST,
-        (STOCK,),
-    ),
-    (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
-    (f"inside vLLM: {_SERVER} (ms)", "vllm_trace", [0.028], HOST, (STOCK,)),
-    ("prefill attention, Llama-8B's shape (µs)", "kernels", ["prefill Llama-8B 4 x 8,192"], "Rose", ()),
-    ("clone of 256 KV blocks, 12 layers (µs)", "kernels", ["clone 256 blocks of 12 layers"], "Rose", ()),
-)
-"""What is compared; table; cases, or scales of a trace; Rose's side; the peers, all others where none are named."""
-
-
 def summary() -> str:
-    """Return a few figures of both hosts, where Rose is behind among them."""
-    rows = []
-    for what, name, cases, rose, named in SUMMARY:
-        result = read(TABLES[name].file)
-        if name == "kernels":
-            of_case = {row["case"]: row["sides"] for row in result["rows"]}
-            sides = [{side: timed["p50_us"] for side, timed in of_case[case].items()} for case in cases]
-        elif name in ("online_compare", "vllm_trace"):
-            what = what.format(serving.requests_per_s(result, cases[0]))
-            sides = [serving.ttft_at(result, scale, published()) for scale in cases]
-        else:
-            of_case = engines.by_case(result["rows"])
-            sides = [
-                {rose: engines.compared(of_case[case][rose])}
-                | engines.fastest_peers(result, of_case[case], published())
-                for case in cases
-            ]
-        others = named or [side for side in sides[0] if side != rose]
-        best = [min((times[peer], LABELS.get(peer, peer)) for peer in others) for times in sides]
-        ratios = [value / times[rose] for times, (value, _) in zip(sides, best, strict=True)]
-        ours = " / ".join(milliseconds(times[rose]) for times in sides)
-        theirs = " / ".join(milliseconds(value) for value, _ in best)
-        # Rounded down below 1: what is slower shows it.
-        shown = (math.floor(100 * ratio) / 100 if ratio < 1 else ratio for ratio in ratios)
-        ratio = " / ".join(f"{each:.2f}x" for each in shown) + (" (slower)" if min(ratios) < 1 else "")
-        rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
-    where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
-    where += "are named. An engine's or server's time is, for a peer, its fastest median in any published run of this "
-    where += "work, model, dtype, release and GPU, for Rose that of one run; kernels are timed in turns in one run. "
-    where += "[docs/performance](docs/performance/index.md) lists all runs, with every case in which Rose is slower."
-    return markdown(("medians", "Rose", "fastest peer", "peer / Rose"), rows, where)
+    """Return README's tables."""
+    return gains.tables(read, published())
 
 
 def pages() -> dict[str, dict[str, Callable[[], str]]]:

@@ -82,7 +82,7 @@ class Switches:
     fused_kv_append: bool = True
     """Attention stores the new K/V itself; off: a separate write runs before it."""
     fused_mlp: bool = True
-    """The parts of an MLP between its products as one operation each: bias + GELU, bias + residual, SiLU * up."""
+    """What lies between the products of an MLP is one operation each: bias + GELU, bias + residual, SiLU * up."""
     fused_sampler: bool = True
     """Rose's one-pass sampler; off: plain torch operations (standalone) or vLLM's own sampler."""
     fused_add_layernorm: bool = True
@@ -136,32 +136,33 @@ class PluginConfig(Switches):
     block_manager: bool = True
     """Rose's KV block manager; off: vLLM's own manager keeps the block tables."""
     batched_scheduling: bool = True
-    """Schedule and account for steps that only decode for all requests at once; off: vLLM's own loops over requests.
-    Needs the block manager."""
+    """Schedule all requests of a step that only decodes at once; off: vLLM's own loops over requests. Needs the block
+    manager."""
     step_graph: bool = True
-    """Replay steps whole, inputs, sampling and update included; off: vLLM launches what surrounds its graph of the
-    layers one by one. Needs full CUDA graphs."""
+    """Replay whole steps as CUDA graphs, inputs, sampling and update included; off: the layers alone, and vLLM launches
+    the rest. Needs full CUDA graphs."""
     adaptive_drafts: bool = True
-    """Make drafts, n-grams or an EAGLE head's, in those steps where they give more tokens per second than steps
-    without, as measured; off: in all. Needs batched scheduling."""
+    """Make drafts (n-grams, EAGLE, MTP) only while steps with them are measured to give more tokens per second than
+    steps without; off: in all steps. Needs batched scheduling."""
     joined_outputs: bool = True
-    """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's
-    outputs after the other."""
+    """Merge, per request, the outputs that wait for a busy API server; off: it handles one step's outputs after the
+    other."""
     quantized_layers: bool = True
-    """Rose's layers for models with float8 and int4 weights, too; off: vLLM's."""
+    """Use Rose's layers with float8 and int4 weights, too; off: vLLM's."""
     max_quantized_rows: int | None = None
-    """Decodes of a step, 256 at most, up to which Rose's kernels multiply float8 weights by activations in 16 bits.
-    vLLM's own products, whose activations are in 8 bits, take more decodes, and prompts; 0: all. None takes what was
-    measured: 32; but with scales of rows or matrices, other than in bfloat16 on capability 9.0, vLLM's layers. Of int4
-    weights tokens of a step, prompts included; more are a library's products, in 16 bits. None is 256 where
-    ``--max-num-seqs``, times one more than the drafts of a request, is at most 128; elsewhere vLLM's layers stay."""
+    """Largest step that Rose's kernels multiply with quantized weights, at most 256. With float8 weights it counts
+    decode requests; larger steps, and prompts, use vLLM's products, which round activations to 8 bits, and 0 leaves
+    all steps to them. Default: 32 with scales per block, and in bfloat16 on compute capability 9.0; elsewhere vLLM's
+    layers stay. With int4 weights it counts tokens, prompts included; larger steps use a library's products in 16
+    bits. Default: 256 if ``--max-num-seqs``, times the tokens of a request in a step with drafts, is at most 128;
+    otherwise vLLM's layers stay."""
     exact_cached_tokens: bool = False
-    """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
-    of the same name."""
+    """Report every cached token to clients and metrics; off: whole blocks only. ``rose serve`` has an option of the
+    same name."""
     step_budget: str | float = "off"
-    """How long decodes may wait for a step with prompts: ``auto``: 1.5 times as long as for one without, longer where
-    prompts would wait too long; a number: this many milliseconds; ``off``: for as many prompt tokens as vLLM gives a
-    step. Needs batched scheduling."""
+    """How long a step with prompts may take, while running requests wait for it. ``auto``: 1.5 times as long as one
+    without prompts, longer if prompts would wait too long; a number: so many milliseconds; ``off``: as long as the
+    prompt tokens that vLLM gives a step. Needs batched scheduling."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -112,6 +112,7 @@ VLLM_FRONT_END = {
     "api_server_count",
     "chat_template",
     "enable_prompt_tokens_details",
+    "lora_modules",
 }
 """Options of ``vllm serve`` that are not its engine's."""
 BODIES = {
@@ -568,7 +569,7 @@ def test_every_field_of_vllms_requests_for_adapters_is_documented(what: str) -> 
     assert {field: each.default for field, each in theirs.items()} == {
         field: each.default for field, each in ours.items() if field != "model"
     }
-    text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (both|load|unload) \|", text, re.MULTILINE)
     assert sorted(theirs) == sorted(field for field, where in rows if where in ("both", what))
 

@@ -65,49 +65,49 @@ REASONS = (
     Reason(
         (GPT2_124M, LLAMA_1B, QWEN3_06B, QWEN3_VL_4B),
         _FEW,
-        "the step waits for launches: each kernel needs what the one in front wrote, and most read so little "
-        "that starting and ending takes longer. Fewer and longer kernels would lift it, such as one "
-        "persistent kernel for a layer. GPT-2 inside vLLM waits for the host, too. Llama 1B and Qwen3-VL 4B "
-        "have the same kernels, but were not profiled",
+        "the step waits for kernel launches. Each kernel needs what the previous one wrote, and most read so "
+        "little that starting and ending them takes longer. Fewer and longer kernels would help, such as one "
+        "persistent kernel per layer. GPT-2 inside vLLM also waits for the CPU. Llama 1B and Qwen3-VL 4B have "
+        "the same kernels, but were not profiled",
     ),
     Reason(
         (GPT2_124M, LLAMA_1B, QWEN3_06B, QWEN3_VL_4B),
         _MANY,
-        "as many launches; products compute rather than read; and attention reads few tokens of each request."
-        " Contexts longer than those of these runs lift the share, and so would faster products",
+        "there are as many launches, matrix products are bound by computation, and attention reads few tokens "
+        "of each request. Contexts longer than in these runs raise the share, and so would faster products",
     ),
     Reason(
         (QWEN3_30B, QWEN3_30B_FP8, GPT_OSS_20B),
         range(1, 9),
-        "with few requests a layer waits for launches: in float8, with one request, a layer of Qwen3 30B-A3B "
-        "takes 43 µs in eight dependent launches, its bytes 13. Experts in two launches instead of four were "
-        "tried, and were no faster; one persistent kernel for a layer would lift it. gpt-oss's experts are "
-        "vLLM's",
+        "with few requests a layer waits for kernel launches. In float8, with one request, a layer of Qwen3 "
+        "30B-A3B takes 43 µs in eight dependent launches; reading its bytes would take 13 µs. Two launches for "
+        "the experts instead of four were no faster. One persistent kernel per layer would help. gpt-oss's "
+        "experts are vLLM's",
     ),
     Reason(
         (LLAMA_8B_FP8, QWEN3_8B_FP8, LLAMA_8B_INT4, LLAMA_8B_AWQ, QWEN3_14B_AWQ),
         range(1, 33),
-        "a product takes 3.4 µs and 1.3 times its bytes, whatever its tile, of float8 as of int4, because "
-        "four dependent launches of a layer start cold; what does not shrink with the bytes weighs more. One "
-        "persistent kernel for a layer would lift it",
+        "a product takes 3.4 µs plus 1.3 times the time of its bytes, with any tile, in float8 as in int4, "
+        "because the four dependent launches of a layer start cold. The fewer the bytes, the more the constant "
+        "part weighs. One persistent kernel per layer would help",
     ),
     Reason(
         (LLAMA_8B_INT4, LLAMA_8B_AWQ),
         range(33, 1 << 20),
-        "products compute rather than read, and unpack weights besides. Specialized warps, as in Machete, "
-        "would lift it",
+        "products are bound by computation, and also unpack weights. Specialized warps, as in Machete, would "
+        "help",
     ),
     Reason(
         (LLAMA_8B, LLAMA_8B_FP8, QWEN3_8B_FP8),
         _MANY,
-        "products compute rather than read; in float8, activations have to be quantized first. Faster "
-        "products would lift it: [Llama 8B](inside_vllm.md#llama-31-8b-with-vllm-and-without) says how far "
+        "products are bound by computation; in float8, activations have to be quantized first. Faster products "
+        "would help: [Llama 8B](inside_vllm.md#llama-31-8b-with-vllm-and-without) says how far "
         "the library's are from their limit",
     ),
     Reason(
         (GEMMA3_4B, QWEN35_4B),
         range(1, 1 << 20),
-        "the layers are vLLM's, with more launches than Rose's. Layers of Rose's own would lift it",
+        "the layers are vLLM's, with more launches than Rose's. Layers of Rose's own would help",
     ),
 )
 """Models and numbers of requests -> why a share of theirs may be below ``LOW_SHARE``."""

@@ -114,7 +114,7 @@ def _span(times: Sequence[float]) -> str:
 
 _copies = verdict_of(parts.variants_table)
 _GONE = "; commit 29b54d5 was the last with the script"
-_WAITING = "what it is worth to wait for a prefix that another request computes, {}" + _GONE
+_WAITING = "the gain from waiting for a prefix that another request computes, {}" + _GONE
 OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_trace_rust.json": Run(
         "`vllm serve` with its API server in Rust under the chat trace, GPT-2",
@@ -147,7 +147,7 @@ OTHER_RUNS: dict[str, Run] = {
         for number in (2, 3)
     },
     "h100/vllm_qwen3.json": Run(
-        "steps of Qwen3 0.6B inside vLLM, before the tiles of products were chosen anew", offline
+        "steps of Qwen3 0.6B inside vLLM, before tile sizes were tuned again", offline
     ),
     "h200/vllm_llama8b_start_2.json": Run("steps of Llama 8B, on another machine and newer sources", offline),
     "h200/vllm_ngram_qwen3.json": Run("three n-gram drafts for each request of Qwen3 0.6B", drafts),
@@ -225,7 +225,7 @@ OTHER_RUNS: dict[str, Run] = {
     "h100/vllm_step_profile_qwen3_rose.json": Run("where steps of Qwen3 0.6B go inside vLLM with Rose"),
     "h100/step_profile_qwen3.json": Run("where a decode step of Qwen3 0.6B goes without vLLM"),
     "h200/step_profile_qwen3_30b_a3b_fp8.json": Run(
-        "where a decode step of Qwen3 30B-A3B in float8 goes without vLLM, before four products were cut anew"
+        "where a decode step of Qwen3 30B-A3B in float8 goes without vLLM, before four products got other tiles"
     ),
     "h200/step_profile_llama8b.json": Run(
         "where a decode step of Llama 8B goes without vLLM, before attention took less time with 50 requests and more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,8 +69,15 @@ def caption(result: Result, *facts: str, turns: Iterable[int] = ()) -> str:
     )
     runs = f" in {len(result['runs'])} runs" if "runs" in result else ""
     if "backends" in result:
-        facts += (result["device"], result["settings"]["model"], result["settings"]["dtype"])
+        facts += (result["device"], _shapes(result["settings"]["model"]), result["settings"]["dtype"])
     return f"Medians{of}{runs}, {', '.join(facts)}; {versions(result)}; {command(result)}."
+
+
+def _shapes(model: str) -> str:
+    """Return the model of a result; of a name with a remark, which is ``NAME, REMARK's shapes``, in another order."""
+    return re.sub(
+        r"^random weights, ([^,]+), (.+)'s shapes$", r"random weights, the shapes of \1 (\2)", model
+    )
 
 
 def command(result: Result) -> str:

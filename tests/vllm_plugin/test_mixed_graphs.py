@@ -583,7 +583,9 @@ def test_a_class_of_the_users_own_is_not_audited(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_documentation_lists_them() -> None:
-    section = PAGE.read_text().partition("### Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
+    section = (
+        PAGE.read_text().partition("\n## Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
+    )
     listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))`", section)
     audited = {**AUDITED_CLASSES, **AUDITED_FOR_DECODES}
     own = {name.partition(":")[2] for name in audited if name.startswith("vllm.")}

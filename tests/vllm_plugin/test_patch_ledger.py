@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -12,6 +13,7 @@ import pytest
 
 from rose_backend import vllm_plugin
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, apply_patch, is_applied, resolve_owner, swapped
+from tests.conftest import ROOT
 
 PLUGIN_FOLDER = Path(vllm_plugin.__file__).parent
 ALWAYS = [name for name, patch in LEDGER.items() if patch.only_while == "always"]
@@ -27,6 +29,19 @@ def test_entry_is_complete_and_its_target_exists(name: str) -> None:
     if patch.build:
         module, _, function = patch.build.partition(":")
         assert callable(getattr(import_module(module), function))
+
+
+def test_pages_list_the_ledgers_entries() -> None:
+    def listed(page: str, header: str) -> list[str]:
+        _, _, rows = (ROOT / "docs" / page).read_text().partition(f"\n| {header} |")
+        cells = [line.split("|")[1] for line in rows.split("\n\n")[0].splitlines()[2:]]
+        return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+
+    assert sorted(listed("how_it_works/plugin.md", "Entry")) == sorted(LEDGER)
+    proposal = "proposals/runner_components.md"
+    gone = listed(proposal, "Patch")
+    assert set(gone) <= set(LEDGER)
+    assert f"\n{len(gone)} of {len(LEDGER)} entries of" in (ROOT / "docs" / proposal).read_text()
 
 
 @pytest.mark.parametrize("name", ALWAYS)
