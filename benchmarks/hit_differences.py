@@ -34,8 +34,8 @@ from benchmarks.support.workload import RandomRequests
 BACKENDS = ("rose", "rose-in-vllm", "vllm")
 KINDS = {"again": "computed again", "hit": "after a hit"}
 SAMPLING = {"temperature": 0.0, "logprobs": 5}
-MIN_PROMPT_TOKENS = 2
-"""One that is found, and one that is left to compute."""
+MIN_HIT_TOKENS = 4
+"""Rose's block manager inside vLLM ignores shorter hits."""
 
 
 def difference(one: Answer, other: Answer) -> Row:
@@ -71,7 +71,7 @@ def compare(worker: Worker, prompts: Sequence[list[int]], options: argparse.Name
             cold, again = (
                 answer(prompt, f"{kind}-{number}", options.answer_tokens) for kind in ("cold", "again")
             )
-            cut = int(rng.integers(1, len(prompt)))
+            cut = int(rng.integers(MIN_HIT_TOKENS, len(prompt)))
             # What follows is another token, so that no more of the prompt is found.
             answer([*prompt[:cut], prompt[cut] - 1 or 2], f"hit-{number}", 1)
             hit = answer(prompt, f"hit-{number}", options.answer_tokens)
@@ -113,7 +113,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--prompts", type=at_least(1), help="(default: 5000)")
     lengths = "shortest and longest prompt, in tokens (default: 64 960)"
-    add("--prompt-tokens", type=at_least(MIN_PROMPT_TOKENS), nargs=2, metavar=("LOW", "HIGH"), help=lengths)
+    add("--prompt-tokens", type=at_least(MIN_HIT_TOKENS + 1), nargs=2, metavar=("LOW", "HIGH"), help=lengths)
     add("--answer-tokens", type=at_least(1), help="(default: 32)")
     add("--seed", type=at_least(0), default=0, help="of prompts and of where hits end (default: %(default)s)")
     add_engine_options(parser, BACKENDS)

@@ -18,7 +18,7 @@ HOSTS = ["rose", *(["rose-in-vllm"] if find_spec("vllm") else [])]
 def test_both_hosts_are_compared_with_themselves(
     run_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"--quick --device cpu --prompts 3 --backends {' '.join(HOSTS)}"
+    arguments = f"--quick --device cpu --prompts 3 --prompt-tokens 5 80 --backends {' '.join(HOSTS)}"
     report = run_benchmark(hit_differences.main, arguments)
     assert report["benchmark"] == "hit_differences" and report["failed"] == {}
     assert [row["backend"] for row in report["rows"]] == HOSTS

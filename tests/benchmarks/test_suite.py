@@ -272,7 +272,7 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             "online_compare --backends rose sglang --rust-front-end",
             "--rust-front-end: got --backends rose sglang, ",
         ),
-        ("hit_differences --prompt-tokens 1 9", "--prompt-tokens: got 1, at least 2"),
+        ("hit_differences --prompt-tokens 4 9", "--prompt-tokens: got 4, at least 5"),
         ("hit_differences --prompt-tokens 9 8", "--prompt-tokens: got 9 8, the first has to be"),
         ("loading --repeats 0", "--repeats: got 0, at least 1"),
         ("start_up --repeats 0", "--repeats: got 0, at least 1"),
