@@ -32,9 +32,10 @@ from ray.serve.handle import DeploymentHandle
 from rose_backend import errors
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import EngineClient, OutputStream
+from rose_backend.engine.messages import PromptPiece, Ready, Update
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, end_serving
-from rose_backend.engine.remote_engine import PromptPiece, Ready, RemoteEngine, Update, pack, unpack
+from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
@@ -77,9 +78,8 @@ class EngineReplica:
         """Return what the server has to know of the engine."""
         engine, processor = self._engine, self._engine.input_processor
         counters = await self._engine.counters()
-        return Ready(
-            engine.config, processor.vocab_size, processor.max_model_len, engine.num_blocks, counters
-        )
+        options = dataclasses.asdict(engine.config)
+        return Ready(options, processor.vocab_size, processor.max_model_len, engine.num_blocks, counters)
 
     async def generate(
         self, request_id: str, lora: LoRARequest | None, *, prompt: ProcessedInput
@@ -99,8 +99,8 @@ class EngineReplica:
                     if output.prompt_logprobs is not None and not has_sent_prompt:
                         has_sent_prompt = True
                         for first, words in output.prompt_logprobs.pieces(_PIECE_BYTES):
-                            yield PromptPiece(request_id, first, words)
-                    yield pack(output)
+                            yield PromptPiece.of(request_id, first, words)
+                    yield Update.of(output)
         except RequestError as error:
             yield error
         except EngineDeadError:
@@ -209,15 +209,15 @@ class ReplicatedEngine(EngineClient):
             _stop(self._app_name)
             raise
         super().__init__(threading.Condition())
-        self.config = ready.config
+        self.config = EngineConfig(**ready.options)
         self.num_blocks = ready.num_blocks
         """Of each replica."""
         self.input_processor = InputProcessor(
             tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
-            max_num_seqs=ready.config.max_num_seqs,
-            seed=ready.config.seed,
+            max_num_seqs=self.config.max_num_seqs,
+            seed=self.config.seed,
         )
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
@@ -297,11 +297,11 @@ class ReplicatedEngine(EngineClient):
                     is_over = True
                     stream.put(message)
                 elif not isinstance(message, PromptPiece):
-                    is_over = message[2]
+                    is_over = message.finished
                     texts = stream.prompt, stream.prompt_token_ids, stream.prompt_logprobs
-                    stream.put(unpack(message, *texts))
+                    stream.put(message.output(*texts))
                 elif stream.prompt_logprobs is not None:
-                    stream.prompt_logprobs.write(message.first, message.words)
+                    stream.prompt_logprobs.write(message.first, message.words())
         except asyncio.CancelledError:
             response.cancel()
             raise
