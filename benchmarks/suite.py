@@ -65,6 +65,10 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels_float8_rows": ("benchmarks.kernels --families float8 --match 'by rows'", ()),
     "kernels_float8_blocks": ("benchmarks.kernels --families float8 --match 'by blocks'", ()),
     "draft_changes": ("benchmarks.draft_changes --dtype bfloat16", ()),
+    "hit_differences_qwen3": (
+        "benchmarks.hit_differences --shape qwen3-0.6b --dtype bfloat16",
+        _ENGINES[:3],
+    ),
     "kv_cow_clone_float16": ("benchmarks.kv_cow_clone --device cuda --dtype float16", ()),
     "kv_append": ("benchmarks.kv_append --device cuda --dtype float16", ()),
     "offline_compare": (f"{_OFFLINE} --scenes decode offline --repeats 5", _ENGINES),

@@ -234,7 +234,7 @@ class SpeculativeConfig:
 
     def _check_head(self) -> None:
         owner = "speculative_config"
-        if not isinstance(self.model, str) or not self.model:
+        if not is_unicode(self.model) or not self.model:
             got = "none" if self.model is None else repr(self.model)
             raise ConfigError(
                 f"{owner}.model: got {got}, allowed is a directory or a Hugging Face id of a head"
@@ -345,7 +345,7 @@ class EngineConfig(Switches):
         choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in {**choices, "kv_canary": KV_CANARY_MODES}.items():
             check_choice(name, getattr(self, name), allowed)
-        if not isinstance(self.model, str) or not self.model:
+        if not is_unicode(self.model) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -372,6 +372,11 @@ class EngineConfig(Switches):
         config = self.speculative_config
         assert config is None or isinstance(config, SpeculativeConfig), "it was read when this was made"
         return config
+
+
+def is_unicode(value: object) -> TypeGuard[str]:
+    """Whether it is a text of Unicode's characters alone: JSON may have halves of some, a command line other bytes."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def _is_number(value: object) -> TypeGuard[float]:

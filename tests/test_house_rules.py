@@ -50,6 +50,11 @@ CALLED_FROM_OUTSIDE = {
     "httptools' parser": {
         *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete"),
     },
+    "Ray Serve, of a router": {
+        *("initialize_state", "choose_replicas", "on_send_request", "on_request_completed"),
+        *("on_replica_actor_died", "update_replicas"),
+    },
+    "Ray Serve, of a replica": {"check_health"},
     "uvicorn": {"handle_exit", "on_response_complete", "send_400_response"},
     "Triton's launch of a kernel": {"launch_metadata"},
     "vLLM's choice of an attention backend": {

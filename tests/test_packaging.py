@@ -74,6 +74,7 @@ def test_extras_are_installed() -> None:
         "vllm",
         "flashinfer",
         "serve",
+        "ray",
         "tracing",
         "conformance",
         "bench",

@@ -200,11 +200,24 @@ def _check_output(num_tokens: int, requests: Requests) -> None:
         raise RuntimeError(f"got {num_tokens} new tokens, {sum(requests.output_lens)} were asked for")
 
 
+@dataclass(frozen=True)
+class Answer:
+    """To one prompt."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    """Of each token and the most likely ones in its place."""
+    num_cached_tokens: int
+    """Of the prompt, as the engine reports them."""
+
+
 class Offline:
     """Takes all prompts in one call. A subclass's ``generate`` returns the number of new tokens."""
 
     facts: dict[str, Any]
     generate: Any
+    _llm: Any
+    _params: Any
 
     def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         """Return seconds and the number of new tokens."""
@@ -213,6 +226,17 @@ class Offline:
         seconds = time.perf_counter() - start
         _check_output(output_tokens, requests)
         return {"seconds": seconds, "output_tokens": output_tokens}
+
+    def answer(self, prompt: list[int], salt: str, num_tokens: int, sampling: Sampling) -> Answer:
+        """Return the answer to one prompt that shares cached prefixes with prompts of the same salt, of Rose or vLLM.
+
+        ``sampling`` asks for log-probabilities.
+        """
+        params = self._params(max_tokens=num_tokens, ignore_eos=True, **sampling)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt, "cache_salt": salt}], [params])
+        completion = output.outputs[0]
+        logprobs = [{token: each.logprob for token, each in at.items()} for at in completion.logprobs]
+        return Answer(list(completion.token_ids), logprobs, int(output.num_cached_tokens))
 
 
 class Rose(Offline):

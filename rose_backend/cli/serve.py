@@ -70,6 +70,9 @@ _SERVER_HELP = {
     "otlp_traces_endpoint": "address of an OpenTelemetry collector that gets a span for each prompt, such as "
     "http://localhost:4317 (default: no spans)",
     "frontend_multiprocessing": "run the engine in a separate process, beside the one that serves HTTP (default: on)",
+    "replicas": "engines that Ray Serve runs, each on a GPU: how many, or fields of Ray Serve's AutoscalingConfig as a "
+    'JSON object, such as \'{"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 64}\' (default: one '
+    "engine, without Ray)",
 }
 
 
@@ -105,6 +108,14 @@ def _lora_modules(text: str) -> tuple[LoRAModule, ...]:
     return tuple(modules)
 
 
+def _replicas(text: str) -> int | dict[str, Any]:
+    found = json.loads(text)
+    if isinstance(found, bool) or not isinstance(found, int | dict):
+        raise ValueError
+    return found
+
+
+_replicas.__name__ = "number or JSON object"
 _lora_modules.__name__ = "adapter, NAME=PATH or JSON"
 # How argparse reads options that are neither numbers nor switches.
 _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -121,6 +132,7 @@ _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "lora_modules": {"nargs": "+", "type": _lora_modules, "metavar": "NAME=PATH"},
     "runtime_lora_dir": {"metavar": "DIR"},
     "otlp_traces_endpoint": {"metavar": "URL"},
+    "replicas": {"type": _replicas, "metavar": "N"},
     "tool_call_parser": {"metavar": "NAME", "choices": TOOL_CALL_PARSERS},
     "reasoning_parser": {"metavar": "NAME", "choices": REASONING_PARSERS},
 }

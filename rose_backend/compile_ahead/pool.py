@@ -101,6 +101,7 @@ class CompilationPool:
         # What is started last should be short.
         self._sources = sorted(sources, key=lambda source: source.length(), reverse=True)
         num_processes = max(min(self._num_processes, len(sources)), 1)
+        # Constants are of a dozen types, Triton's own among them, and kernels' keys in the cache depend on these.
         message = pickle.dumps((self._sources, num_processes))
         # The server reads when it has imported what it needs, and a pipe holds little.
         threading.Thread(target=_send, args=(self._server, message), daemon=True).start()

@@ -12,34 +12,40 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from typing import BinaryIO
 
-import numpy as np
-
 from rose_backend.config import EngineConfig
 from rose_backend.engine.async_engine import StepLoop
-from rose_backend.engine.output_thread import OutputHandler
-from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
-from rose_backend.engine.remote_engine import (
+from rose_backend.engine.messages import (
     Abort,
     Ack,
     AdapterAnswer,
     Add,
+    Command,
+    Counted,
+    Error,
     GetCounters,
     LoadAdapter,
+    Message,
     OutputBatch,
     PromptPiece,
     Ready,
     Refused,
     StartUp,
     Stop,
+    TokenizerLoaded,
+    Unload,
+    Update,
+    decode_command,
     encode,
-    pack,
     read_message,
 )
-from rose_backend.engine.request import LoRARequest, ProcessedInput, UnloadAdapter
+from rose_backend.engine.output_thread import OutputHandler
+from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
+from rose_backend.engine.request import LoRARequest, UnloadAdapter
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
 
@@ -87,7 +93,7 @@ class EngineProcess:
         begin_serving()
         self._send(
             Ready(
-                config=core.config,
+                options=asdict(core.config),
                 vocab_size=core.input_processor.vocab_size,
                 max_model_len=core.input_processor.max_model_len,
                 num_blocks=core.num_blocks,
@@ -97,13 +103,13 @@ class EngineProcess:
         try:
             self._steps.run(self._refuse)
         except EngineDeadError as death:
-            self._send(EngineDeadError(str(death)))
+            self._send(Error.of(death))
             raise
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
-        self._send(Refused(request_id, error))
+        self._send(Refused(request_id, Error.of(error)))
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: Message) -> None:
         content = encode(message)
         with self._send_lock:
             self._connection.sendall(content)
@@ -117,7 +123,7 @@ class EngineProcess:
         if outputs:
             self._send_prompt_logprobs(outputs)
             self._num_batches += 1
-            self._send(OutputBatch([pack(output) for output in outputs]))
+            self._send(OutputBatch([Update.of(output) for output in outputs]))
 
     def _send_prompt_logprobs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -125,7 +131,7 @@ class EngineProcess:
             if logprobs is not None and request_id not in self._with_prompt:
                 self._with_prompt.add(request_id)
                 for first, words in logprobs.pieces(_PIECE_BYTES):
-                    self._send(PromptPiece(request_id, first, words))
+                    self._send(PromptPiece.of(request_id, first, words))
             if output.finished:
                 self._with_prompt.discard(request_id)
 
@@ -133,45 +139,43 @@ class EngineProcess:
 
     def _read(self, commands: BinaryIO) -> None:
         try:
-            while (command := read_message(commands)) is not None:
+            while (command := read_message(commands, decode_command)) is not None:
                 self._handle(command)
         except BaseException:
             logger.exception("the engine process cannot read its commands")
         # The API process has ended, or sent what cannot be read and would wait forever. No state is worth saving.
         os._exit(EXIT_DEAD)
 
-    def _handle(self, command: object) -> None:
+    def _handle(self, command: Command) -> None:
         if isinstance(command, Ack):
             self._num_acks += 1
         elif isinstance(command, Add):
-            request_id, number, token_ids, params, namespace, words, tenant, lora_id = command
-            ids = np.frombuffer(bytearray(token_ids), np.int32)
-            processed = ProcessedInput(number, None, ids, params, namespace, words, tenant, lora_id)
             processor = self._core.input_processor
-            self._steps.put(processor.build(processed, request_id=request_id, is_streaming=True))
+            request = processor.build(command.processed(), request_id=command.request_id, is_streaming=True)
+            self._steps.put(request)
         elif isinstance(command, Abort):
             self._steps.put(command.request_id)
-        elif isinstance(command, UnloadAdapter):
-            self._steps.put(command)
+        elif isinstance(command, Unload):
+            self._steps.put(UnloadAdapter(command.lora_id))
         elif isinstance(command, LoadAdapter):
             # Beside commands for requests.
             load = partial(self._load_adapter, command.lora)
             threading.Thread(target=load, name="rose-adapter", daemon=True).start()
-        elif isinstance(command, TokenizerParts):
-            self._tokenizer.set_result(command)
+        elif isinstance(command, TokenizerLoaded):
+            self._tokenizer.set_result(command.parts)
         elif isinstance(command, GetCounters):
-            self._send(self._core.counters)
+            self._send(Counted(self._core.counters))
         elif isinstance(command, Stop):
             self._steps.stop()
 
     # In a thread for each.
 
     def _load_adapter(self, lora: LoRARequest) -> None:
-        error: RequestError | None = None
+        error: Error | None = None
         try:
             self._core.adapter_table().load(lora)
         except RequestError as refusal:
-            error = refusal
+            error = Error.of(refusal)
         self._send(AdapterAnswer(lora.lora_int_id, error))
 
 
@@ -181,16 +185,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     commands = connection.makefile("rb")
-    start_up = read_message(commands)
+    start_up = read_message(commands, decode_command)
     if not isinstance(start_up, StartUp):
         return EXIT_DEAD
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("rose_backend").setLevel(start_up.log_level)
     note_imports()
     try:
-        engine = EngineProcess(start_up.config, connection, commands)
+        engine = EngineProcess(EngineConfig(**start_up.options), connection, commands)
     except RoseError as error:
-        connection.sendall(encode(error))
+        connection.sendall(encode(Error.of(error)))
         return EXIT_DEAD
     try:
         engine.run()

@@ -1,7 +1,6 @@
 """RemoteEngine: an engine in a separate process, which the API process starts and talks to over a socket.
 
-Messages are pickled, most of them named tuples, and each is preceded by its length. The socket pair is made by the API
-process and inherited by the engine process alone, so unpickling is safe.
+``messages.py`` says what is sent. The socket pair is made by the API process and inherited by the engine process alone.
 """
 
 from __future__ import annotations
@@ -10,195 +9,52 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import rose_backend
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import EngineClient, OutputStream
-from rose_backend.engine.outputs import (
-    CompletionOutput,
-    Counters,
-    LogprobWords,
-    PromptLogprobs,
-    RequestOutput,
+from rose_backend.engine.messages import (
+    HEADER,
+    Abort,
+    Ack,
+    AdapterAnswer,
+    Add,
+    Answer,
+    Counted,
+    Error,
+    GetCounters,
+    LoadAdapter,
+    Message,
+    OutputBatch,
+    PromptPiece,
+    Ready,
+    Refused,
+    StartUp,
+    Stop,
+    TokenizerLoaded,
+    Unload,
+    Update,
+    decode_answer,
+    encode,
+    read_message,
 )
+from rose_backend.engine.outputs import Counters
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput, UnloadAdapter
-from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
 from rose_backend.engine.structured_outputs import MAX_GRAMMAR_LENGTH
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
-from rose_backend.errors import EngineDeadError, RequestError, RoseError
+from rose_backend.errors import EngineDeadError
 from rose_backend.models.weights import resolve_model_path
-
-HEADER = struct.Struct("=I")
-"""Precedes each message: the number of bytes that follow."""
-
-
-def encode(message: object) -> bytes:
-    """Return a message with its header."""
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(content)) + content
-
-
-def read_message(stream: BinaryIO) -> object | None:
-    """Return the next message, or None at the end of the connection."""
-    try:
-        header = stream.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack(header)
-        content = stream.read(length)
-    except OSError:
-        return None
-    return pickle.loads(content) if len(content) == length else None
-
-
-# To the engine process. The first message is its ``StartUp``, the second the ``TokenizerParts`` of its model.
-
-
-class StartUp(NamedTuple):
-    """Options of the engine, and the log level."""
-
-    config: EngineConfig
-    log_level: int
-
-
-class Add(NamedTuple):
-    """Start a request: a ``ProcessedInput`` on the wire."""
-
-    request_id: str
-    number: int
-    token_ids: bytes
-    """int32."""
-    params: SamplingParams
-    namespace: bytes
-    """Of the prefix cache."""
-    bad_words_token_ids: list[list[int]]
-    tenant: bytes
-    lora_id: int
-
-
-class LoadAdapter(NamedTuple):
-    """Asks for an ``AdapterAnswer``."""
-
-    lora: LoRARequest
-
-
-class Abort(NamedTuple):
-    """End a request; its last output comes like any other."""
-
-    request_id: str
-
-
-class Ack(NamedTuple):
-    """An ``OutputBatch`` has been passed to the tasks that wait for it."""
-
-
-class GetCounters(NamedTuple):
-    """Asks for ``Counters``."""
-
-
-class Stop(NamedTuple):
-    """Stop after the present step."""
-
-
-# From the engine process: first ``Ready``, or the error if the model cannot be loaded; then the others (``Counters``
-# answers ``GetCounters``), and ``EngineDeadError`` last if a step fails.
-
-
-class Ready(NamedTuple):
-    """The model is loaded."""
-
-    config: EngineConfig
-    """With a value for each option that was left open."""
-    vocab_size: int
-    max_model_len: int
-    num_blocks: int
-    counters: Counters
-
-
-_FIELDS_OF_COMPLETION = attrgetter(*(field.name for field in fields(CompletionOutput)))
-
-Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None, bool]
-"""A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects. The last
-item says whether it has the prompt's log-probabilities, which came before."""
-
-
-def pack(output: RequestOutput) -> Update:
-    """Return the update for an output."""
-    completions = [_FIELDS_OF_COMPLETION(each) for each in output.outputs]
-    return (
-        output.request_id,
-        output.num_cached_tokens,
-        output.finished,
-        completions,
-        output.scheduled_s,
-        output.prompt_logprobs is not None,
-    )
-
-
-def unpack(
-    update: Update,
-    prompt: str | None,
-    prompt_token_ids: list[int],
-    prompt_logprobs: PromptLogprobs | None = None,
-) -> RequestOutput:
-    """Return the output of an update."""
-    request_id, num_cached_tokens, is_finished, completions, scheduled_s, has_prompt_logprobs = update
-    return RequestOutput(
-        request_id,
-        prompt,
-        prompt_token_ids,
-        [CompletionOutput(*each) for each in completions],
-        is_finished,
-        num_cached_tokens,
-        scheduled_s,
-        prompt_logprobs if has_prompt_logprobs else None,
-    )
-
-
-class PromptPiece(NamedTuple):
-    """Log-probabilities of some tokens of a request's prompt, see ``PromptLogprobs.write``; small ones, so that no
-    message keeps the event loop busy. All come before the first output that has them."""
-
-    request_id: str
-    first: int
-    words: LogprobWords
-
-
-class OutputBatch(NamedTuple):
-    """What is new in all requests."""
-
-    updates: list[Update]
-
-
-class AdapterAnswer(NamedTuple):
-    """An adapter is loaded, or cannot be."""
-
-    lora_id: int
-    error: RequestError | None
-
-
-class Refused(NamedTuple):
-    """A request was not started."""
-
-    request_id: str
-    error: RequestError
-
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +103,7 @@ class RemoteEngine(EngineClient):
         self._end_process = weakref.finalize(self, _kill, self._process)
         try:
             parts = load_tokenizer(directory)
-            _send_at_start(self._socket, parts)
+            _send_at_start(self._socket, TokenizerLoaded(parts))
             tokenizer = Tokenizer(parts)
             use_tokenizer(tokenizer)
             ready = self._wait_until_ready()
@@ -255,14 +111,14 @@ class RemoteEngine(EngineClient):
             self._end_process()
             raise
         super().__init__(threading.Condition())
-        self.config = ready.config
+        self.config = EngineConfig(**ready.options)
         self.num_blocks = ready.num_blocks
         self.input_processor = InputProcessor(
             tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
-            max_num_seqs=ready.config.max_num_seqs,
-            seed=ready.config.seed,
+            max_num_seqs=self.config.max_num_seqs,
+            seed=self.config.seed,
         )
         self._counters = ready.counters
         # Each with what had been sent when it asked.
@@ -311,7 +167,7 @@ class RemoteEngine(EngineClient):
 
     def unload_adapter(self, lora_id: int) -> None:
         """Do what ``EngineClient.unload_adapter`` does."""
-        self._send(UnloadAdapter(lora_id))
+        self._send(Unload(lora_id))
 
     async def shutdown(self) -> None:
         """Do what ``EngineClient.shutdown`` does."""
@@ -330,13 +186,12 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         self._register(stream)
-        number, text, ids, params, namespace, words, tenant, lora_id = prompt
-        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
-        if params.structured_outputs is not None:
+        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(prompt.token_ids)
+        if prompt.params.structured_outputs is not None:
             self._num_sent_bytes += _BYTES_PER_GRAMMAR
-        stream.prompt, stream.prompt_token_ids = text, ids.tolist()
+        stream.prompt, stream.prompt_token_ids = prompt.prompt, prompt.token_ids.tolist()
         stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
-        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace, words, tenant, lora_id))
+        self._send(Add.of(stream.request_id, prompt))
 
     def _end(self, stream: OutputStream) -> None:
         self._send(Abort(stream.request_id))
@@ -363,7 +218,7 @@ class RemoteEngine(EngineClient):
                 )
                 await asyncio.wait([waiter])
 
-    def _send(self, command: object) -> None:
+    def _send(self, command: Message) -> None:
         """Send all commands of one turn of the event loop at once: each read in the engine process takes the
         interpreter lock from the step loop."""
         if not self._unsent:
@@ -381,7 +236,7 @@ class RemoteEngine(EngineClient):
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                self._handle(pickle.loads(await reader.readexactly(length)))
+                self._handle(decode_answer(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it has ended
         except Exception:
@@ -391,7 +246,7 @@ class RemoteEngine(EngineClient):
         if self.is_running:
             self._note_death(f"the engine process ended with {_describe_status(status)}")
 
-    def _handle(self, message: object) -> None:
+    def _handle(self, message: Answer) -> None:
         self._num_messages += 1
         if self.is_stalled:
             self.is_stalled = False
@@ -404,29 +259,32 @@ class RemoteEngine(EngineClient):
         elif isinstance(message, PromptPiece):
             stream = self._streams.get(message.request_id)
             if stream is not None and stream.prompt_logprobs is not None:
-                stream.prompt_logprobs.write(message.first, message.words)
+                stream.prompt_logprobs.write(message.first, message.words())
         elif isinstance(message, Refused):
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
-                stream.put(message.error)
+                stream.put(message.error.refusal())
         elif isinstance(message, AdapterAnswer):
             loaded = self._adapter_waiters.pop(message.lora_id, None)
             if loaded is not None and not loaded.done():
-                loaded.set_exception(message.error) if message.error else loaded.set_result(None)
-        elif isinstance(message, Counters):
-            self._counters = message
+                if message.error is None:
+                    loaded.set_result(None)
+                else:
+                    loaded.set_exception(message.error.refusal())
+        elif isinstance(message, Counted):
+            self._counters = message.counters
             waiter, self._num_read_bytes = self._counter_waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-        elif isinstance(message, EngineDeadError):
-            self._note_death(str(message))
+        elif isinstance(message, Error):
+            self._note_death(message.text)
 
     def _hand_over(self, update: Update) -> None:
-        request_id, _, is_finished, *_ = update
         # None: all have failed, and the engine has not heard that it should stop.
-        stream = self._streams.pop(request_id, None) if is_finished else self._streams.get(request_id)
+        take = self._streams.pop if update.finished else self._streams.get
+        stream = take(update.request_id, None)
         if stream is not None:
-            stream.put(unpack(update, stream.prompt, stream.prompt_token_ids, stream.prompt_logprobs))
+            stream.put(update.output(stream.prompt, stream.prompt_token_ids, stream.prompt_logprobs))
 
     def _note_death(self, message: str) -> None:
         logger.error("%s", message)
@@ -449,9 +307,12 @@ class RemoteEngine(EngineClient):
 
     def _wait_until_ready(self) -> Ready:
         with self._socket.makefile("rb") as stream:
-            message = read_message(stream)
-        if isinstance(message, RoseError):
-            raise message
+            try:
+                message = read_message(stream, decode_answer)
+            except ValueError as error:
+                raise EngineDeadError(f"the engine process sent what cannot be read ({error})") from error
+        if isinstance(message, Error):
+            raise message.restored()
         if not isinstance(message, Ready):
             status = _describe_status(self._process.wait())
             raise EngineDeadError(f"the engine process ended with {status} while it was loading the model")
@@ -473,11 +334,11 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
             # Ctrl-C is for this process, which lets running requests finish.
             process_group=0,
         )
-    _send_at_start(ours, StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel()))
+    _send_at_start(ours, StartUp.of(config, logging.getLogger("rose_backend").getEffectiveLevel()))
     return process, ours
 
 
-def _send_at_start(connection: socket.socket, message: object) -> None:
+def _send_at_start(connection: socket.socket, message: Message) -> None:
     # If the process has ended already, reading its first message reports that.
     with contextlib.suppress(ConnectionError):
         connection.sendall(encode(message))

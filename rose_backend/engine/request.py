@@ -24,6 +24,7 @@ from rose_backend.config import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_LENGTH,
     EngineConfig,
+    is_unicode,
 )
 from rose_backend.engine.grammars import Grammar
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, PromptLogprobs
@@ -70,7 +71,7 @@ class LoRARequest:
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value or "\0" in value:
+            if not is_unicode(value) or not value or "\0" in value:
                 raise RequestError(f"{name}: got {reprlib.repr(value)}, allowed is a text that is not empty")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise RequestError(f"lora_int_id: got {self.lora_int_id!r}, allowed is an integer of at least 1")

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -599,7 +599,7 @@ class Tokenizer:
 
     def __init__(self, source: str | Path | TokenizerParts) -> None:
         parts = source if isinstance(source, TokenizerParts) else load_tokenizer(source)
-        self._backend = parts.backend
+        self._backend = cast(Any, parts.backend)
         self._backend.encode_special_tokens = parts.splits_special_tokens
         self._decoders = {skips: make_decoder(self._backend, skips) for skips in (True, False)}
         self.token_texts = TokenTexts(self._backend, self._decoders[False])

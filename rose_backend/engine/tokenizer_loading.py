@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import reprlib
 import subprocess
 import sys
@@ -17,6 +16,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+from tokenizers import Tokenizer
+
+from rose_backend.config import is_unicode
 from rose_backend.errors import ModelError, kind_and_text
 from rose_backend.models.weights import read_json
 
@@ -39,16 +42,41 @@ _ENVIRONMENT = {
 
 
 class TokenizerParts(NamedTuple):
-    """What the files of a tokenizer say; can be pickled."""
+    """What the files of a tokenizer say. msgspec can send it, with ``write_backend`` and ``read_backend``."""
 
-    backend: Any
-    """``tokenizers.Tokenizer``."""
+    backend: Tokenizer
     splits_special_tokens: bool
-    """The names of special tokens in a text are text like any other. Not part of a pickled backend."""
-    special_tokens: dict[str, Any]
+    """The names of special tokens in a text are text like any other. Not part of a backend as it is sent."""
+    special_tokens: dict[str, str | list[str]]
     """Their texts by name, ``eos_token`` for example; chat templates use them."""
     chat_templates: dict[str, str]
     """By name; the only one is called ``default``."""
+
+
+class _Answer(msgspec.Struct):
+    """What the process that loads a tokenizer writes: one of the two."""
+
+    parts: TokenizerParts | None
+    error: str | None
+
+
+def write_backend(value: object) -> str:
+    """Return a tokenizer of the tokenizers library as JSON, for msgspec."""
+    if not isinstance(value, Tokenizer):
+        raise TypeError(f"{type(value).__name__} is not sent to other processes")
+    return value.to_str()
+
+
+def read_backend(kind: type, value: Any) -> Tokenizer:
+    """Return what ``write_backend`` has written, for msgspec.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return Tokenizer.from_str(value)
+    except Exception as error:  # the library raises no other type
+        raise ValueError(f"no tokenizer: {error}") from error
 
 
 class PendingTokenizer(Protocol):
@@ -101,11 +129,10 @@ class TokenizerLoading(AbstractContextManager["TokenizerLoading"]):
             raise ModelError(
                 f"{self._directory}: no usable tokenizer (loading it ended with exit code {self._process.returncode})"
             )
-        loaded = pickle.loads(content)
-        if isinstance(loaded, ModelError):
-            raise loaded
-        assert isinstance(loaded, TokenizerParts)
-        return loaded
+        answer = msgspec.msgpack.decode(content, type=_Answer, dec_hook=read_backend)
+        if answer.parts is None:
+            raise ModelError(answer.error)
+        return answer.parts
 
     def __exit__(self, *error: object) -> None:
         """End the process if nobody has waited for it."""
@@ -145,7 +172,7 @@ def _load(directory: Path) -> TokenizerParts:
     _mark_special_tokens(backend)
     return TokenizerParts(
         backend,
-        tokenizer.split_special_tokens,
+        bool(tokenizer.split_special_tokens),
         tokenizer.special_tokens_map,
         _chat_templates(directory, tokenizer.chat_template),
     )
@@ -153,7 +180,7 @@ def _load(directory: Path) -> TokenizerParts:
 
 def _mark_special_tokens(backend: Any) -> None:
     """Mark as special what decoding leaves out: a token that was special once stays so whatever files say later, but
-    its mark, which is all that can be pickled, does not."""
+    its mark, which is all that can be sent, does not."""
     for token_id, token in backend.get_added_tokens_decoder().items():
         if not token.special and backend.decode([token_id]) != backend.decode(
             [token_id], skip_special_tokens=False
@@ -178,7 +205,7 @@ def _chat_templates(directory: Path, found: object) -> dict[str, str]:
         found if isinstance(found, dict) else {} if found is None else {"default": found}
     )
     for name, template in templates.items():
-        if not isinstance(name, str) or not isinstance(template, str):
+        if not is_unicode(name) or not is_unicode(template):
             raise ModelError(
                 f"{directory}: chat template {name!r} must be text, got {reprlib.repr(template)}"
             )
@@ -190,9 +217,8 @@ def main() -> None:
     # Whatever a library prints belongs to the log.
     with io.FileIO(os.dup(1), "w") as raw, io.BufferedWriter(raw) as output:
         os.dup2(2, 1)
-        loaded: TokenizerParts | ModelError
         try:
-            loaded = _load(Path(sys.argv[1]))
+            answer = _Answer(_load(Path(sys.argv[1])), None)
         except ModelError as error:
-            loaded = error
-        output.write(pickle.dumps(loaded))
+            answer = _Answer(None, str(error))
+        output.write(msgspec.msgpack.encode(answer, enc_hook=write_backend))

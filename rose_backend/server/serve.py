@@ -73,7 +73,15 @@ def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
             raise ConfigError(f"{name}: allowed with enable_lora only")
     chat_template = ChatTemplate(settings.chat_template)
     engine: EngineClient
-    if settings.frontend_multiprocessing:
+    if settings.replicas is not None:
+        try:
+            from rose_backend.server.replicas import ReplicatedEngine
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"replicas: needs {error.name}, which is not installed; pip install 'WHEEL[ray]' brings it"
+            ) from error
+        engine = ReplicatedEngine(config, settings.replicas, settings.drain_timeout_s, chat_template.use)
+    elif settings.frontend_multiprocessing:
         engine = RemoteEngine(config, chat_template.use)
     else:
         chat_template.check_syntax()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
@@ -39,6 +41,8 @@ MAX_BODY_FIELDS = 65_536
 """Fields of all objects in one body."""
 MAX_BODY_LISTS = 16_384
 """Lists and objects in one body, beside one list for each prompt."""
+MAX_REPLICAS = 1024
+"""Engines of one server."""
 MAX_UNKNOWN_FIELDS = 16
 """Unknown fields of one request; each is compared with all known names."""
 
@@ -129,6 +133,9 @@ class ServerSettings:
     """OpenTelemetry collector that gets a span for each prompt; None: there are no spans."""
     frontend_multiprocessing: bool = True
     """Run the engine in a separate process; off: in a thread of the one that serves HTTP."""
+    replicas: int | Mapping[str, Any] | None = None
+    """Engines, each on a GPU, that Ray Serve runs: how many, or fields of its ``AutoscalingConfig``; None: one engine
+    without Ray."""
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -141,6 +148,10 @@ class ServerSettings:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(names)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice: needs tool_call_parser, which is not given")
+        if isinstance(self.replicas, int):
+            check_int("replicas", self.replicas, 1, MAX_REPLICAS)
+        if self.replicas is not None and not self.frontend_multiprocessing:
+            raise ConfigError("replicas: allowed with frontend_multiprocessing only")
         self._check_adapters()
         if self.otlp_traces_endpoint is not None:
             check_tracing(self.otlp_traces_endpoint)

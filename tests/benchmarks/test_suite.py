@@ -25,7 +25,7 @@ from benchmarks.support import checkpoint
 from tests.conftest import ROOT
 from tests.support.patience import HANG_S
 
-UNPUBLISHED = ("draft_changes", "sglang_gpt2", "vllm_gemma3")
+UNPUBLISHED = ("draft_changes", "hit_differences_qwen3", "sglang_gpt2", "vllm_gemma3")
 """Steps without a result of an H200 in the repository."""
 
 
@@ -193,6 +193,7 @@ SCRIPTS = [
     "offline_compare",
     "online_compare",
     "draft_changes",
+    "hit_differences",
     "start_up",
     "loading",
     "step_profile",
@@ -271,6 +272,8 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             "online_compare --backends rose sglang --rust-front-end",
             "--rust-front-end: got --backends rose sglang, ",
         ),
+        ("hit_differences --prompt-tokens 4 9", "--prompt-tokens: got 4, at least 5"),
+        ("hit_differences --prompt-tokens 9 8", "--prompt-tokens: got 9 8, the first has to be"),
         ("loading --repeats 0", "--repeats: got 0, at least 1"),
         ("start_up --repeats 0", "--repeats: got 0, at least 1"),
         ("start_up --backends sglang", "invalid choice: 'sglang'"),

@@ -241,6 +241,7 @@ def test_wrong_lora_requests_are_refused(case: AdapterCase) -> None:
         (("a", 0, "path"), "lora_int_id: got 0"),
         (("a", True, "path"), "lora_int_id: got True"),
         (("a", 1, "a\0b"), "lora_path: got"),
+        (("a", 1, "\udcff"), "lora_path: got"),
     ):
         with pytest.raises(RequestError, match=message):
             LoRARequest(*fields)

@@ -418,6 +418,10 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
             "speculative_config.model: got 3, allowed is a directory or a Hugging Face id of a head",
         ),
         (
+            {"speculative_config": N_GRAMS | {"method": "eagle3", "model": "\udcff"}},
+            "speculative_config.model: got",
+        ),
+        (
             {"speculative_config": N_GRAMS | {"method": "eagle3", "model": "x", "prompt_lookup_max": 2}},
             "speculative_config.prompt_lookup_max: got 2, allowed is none with method eagle3",
         ),
@@ -426,6 +430,12 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
 def test_errors_name_field_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         EngineConfig(model="m", **options)
+
+
+@pytest.mark.parametrize("model", ["", "/models/\udcff", None])
+def test_a_model_has_a_name(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^model: got .*, a directory or a Hugging Face id is needed"):
+        EngineConfig(model=model)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 
 from rose_backend import SamplingParams
 from rose_backend.engine.client import OutputStream
+from rose_backend.engine.messages import Update
 from rose_backend.engine.output_thread import Ending, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.remote_engine import pack, unpack
 from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
@@ -119,7 +119,7 @@ def test_each_token_of_a_long_stream_costs_the_same(
         assert stream is not None
         for index in range(NUM_TOKENS):
             output = server.draw(kind.words[index % 3], is_last=index == NUM_TOKENS - 1)
-            stream.put(unpack(pack(output), None, PROMPT))
+            stream.put(Update.of(output).output(None, PROMPT))
             _, got = await reading
             for (each,) in (output.outputs, got.outputs):
                 assert len(each.token_ids) == 1 and len(each.text) < 40 and len(each.delta_text) < 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -13,13 +12,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.engine.tokenizer_loading import TokenizerLoading, TokenizerParts, load_tokenizer
+from rose_backend.engine.tokenizer_loading import (
+    TokenizerLoading,
+    TokenizerParts,
+    load_tokenizer,
+    read_backend,
+)
 from rose_backend.errors import ModelError, RequestError
 from rose_backend.server.chat_template import ChatTemplate
 from tests.support.llama_checkpoints import change_json, write_checkpoint
@@ -36,15 +41,16 @@ TEXTS = [
     " rosewood rose, the rose",
     "",
 ]
-# Loads each layout as the process that serves loads it: without torch, and handed over pickled.
+# Loads each layout as the process that serves loads it: without torch, and handed over.
 LOAD_ALL = """
-import pickle, sys
+import msgspec, sys
 sys.modules["torch"] = None
 from pathlib import Path
-from rose_backend.engine.tokenizer_loading import load_tokenizer
+from rose_backend.engine.tokenizer_loading import load_tokenizer, write_backend
 from transformers import AutoTokenizer
 paths = map(Path, sys.argv[2:])
-Path(sys.argv[1]).write_bytes(pickle.dumps({path.name: load_tokenizer(path) for path in paths}))
+loaded = {path.name: load_tokenizer(path) for path in paths}
+Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(loaded, enc_hook=write_backend))
 """
 NUM_BYTES = 256
 AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto"
@@ -63,7 +69,7 @@ def handed_over(directories: dict[str, Path], tmp_path_factory: pytest.TempPathF
     output = tmp_path_factory.mktemp("parts") / "parts"
     command = [sys.executable, "-c", LOAD_ALL, str(output), *map(str, directories.values())]
     subprocess.run(command, check=True, env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"})
-    return pickle.loads(output.read_bytes())
+    return msgspec.msgpack.decode(output.read_bytes(), type=dict[str, TokenizerParts], dec_hook=read_backend)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -194,6 +200,7 @@ def test_a_long_prompt_is_whole(name: str, directories: dict[str, Path]) -> None
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}'),
         ("special_tokens_map.json", '["a"]'),
         ("config.json", '"gpt2"'),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}'),
     ],
 )
 def test_files_that_say_nonsense(tmp_path: Path, file: str, content: str) -> None:

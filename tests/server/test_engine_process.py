@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -25,6 +24,19 @@ from rose_backend import EngineConfig
 from rose_backend.engine import engine_process, remote_engine
 from rose_backend.engine.client import OutputStream
 from rose_backend.engine.engine_process import EngineProcess
+from rose_backend.engine.messages import (
+    HEADER,
+    Add,
+    Error,
+    OutputBatch,
+    Ready,
+    Stop,
+    TokenizerLoaded,
+    Update,
+    decode_answer,
+    encode,
+    read_message,
+)
 from rose_backend.engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -32,18 +44,8 @@ from rose_backend.engine.outputs import (
     Logprob,
     RequestOutput,
 )
-from rose_backend.engine.remote_engine import (
-    HEADER,
-    Add,
-    OutputBatch,
-    Ready,
-    RemoteEngine,
-    Stop,
-    encode,
-    pack,
-    read_message,
-    unpack,
-)
+from rose_backend.engine.remote_engine import RemoteEngine
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
@@ -261,6 +263,35 @@ def test_an_engine_process_that_ends_while_loading(
         RemoteEngine(EngineConfig(model=str(tiny_model_path)), lambda tokenizer: None)
 
 
+def test_an_engine_process_that_sends_what_cannot_be_read_while_loading(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'\\1\\0\\0\\0\\xc1')"
+    monkeypatch.setattr(remote_engine, "_ENGINE_PROGRAM", program)
+    with pytest.raises(EngineDeadError, match=r"the engine process sent what cannot be read \(.*malformed"):
+        RemoteEngine(EngineConfig(model=str(tiny_model_path)), lambda tokenizer: None)
+
+
+@pytest.mark.parametrize("reader", ["API process", "engine process"])
+def test_a_message_that_cannot_be_read_ends_the_engine(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reader: str
+) -> None:
+    with running_server(tiny_model_path, TWO, device="cpu") as server, long_stream(server) as lines:
+        engine, pid = server.engine, engine_process_of(server)
+        assert isinstance(engine, RemoteEngine) and engine._writer is not None
+        if reader == "API process":
+            monkeypatch.setattr(remote_engine, "decode_answer", lambda content: decode_answer(content[:-1]))
+        else:
+            server._loop.call_soon_threadsafe(engine._writer.write, HEADER.pack(1) + b"\xc1")
+        events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]" and "engine_dead" in events[-2]
+        assert error_of(server.complete(prompt="a"))["code"] == "engine_dead"
+        assert not is_alive(pid)
+    how = {"API process": "signal SIGKILL", "engine process": "exit code 1"}[reader]
+    assert f"the engine process ended with {how}" in caplog.messages
+    assert server.server.engine_has_died
+
+
 @pytest.fixture
 def engine_in_a_thread(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +302,9 @@ def engine_in_a_thread(
     config = EngineConfig(model=str(tiny_model_path), num_blocks=100, max_num_seqs=4)
     with ours, its, its.makefile("rb") as commands:
         # It is read once there is an engine process.
-        threading.Thread(target=ours.sendall, args=(encode(load_tokenizer(tiny_model_path)),)).start()
+        threading.Thread(
+            target=ours.sendall, args=(encode(TokenizerLoaded(load_tokenizer(tiny_model_path))),)
+        ).start()
         yield EngineProcess(config, its, commands), ours
         ours.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not any(thread.name == "rose-commands" for thread in threading.enumerate()))
@@ -289,16 +322,18 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
         step()
 
     engine._core._advance = fail_later  # type: ignore[method-assign]
-    ids = np.arange(5, dtype=np.int32).tobytes()
+    ids = np.arange(5, dtype=np.int32)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(Add("seven", 7, ids, params, b"cache", [], b"key", 0)))
+    ours.sendall(encode(Add.of("seven", ProcessedInput(7, None, ids, params, b"cache", [], b"key"))))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
-        seen = [read_message(stream)]
-        while not isinstance(seen[-1], EngineDeadError):
-            seen.append(read_message(stream))
-    assert isinstance(seen[0], Ready) and "fell off the bus" in str(seen[-1])
+        seen = [read_message(stream, decode_answer)]
+        while not isinstance(seen[-1], Error):
+            seen.append(read_message(stream, decode_answer))
+    assert isinstance(seen[0], Ready)
+    death = seen[-1].restored()
+    assert isinstance(death, EngineDeadError) and "fell off the bus" in str(death)
     assert given == {(b"cache", b"key")}
 
 
@@ -306,26 +341,34 @@ def test_batches_without_ack_hold_later_ones_back(
     engine_in_a_thread: tuple[EngineProcess, socket.socket],
 ) -> None:
     engine, ours = engine_in_a_thread
-    ids = np.arange(5, dtype=np.int32).tobytes()
+    ids = np.arange(5, dtype=np.int32)
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    ours.sendall(encode(Add("one", 1, ids, params, b"", [], b"", 0)))
+    ours.sendall(encode(Add.of("one", ProcessedInput(1, None, ids, params, b"", []))))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:
-        received = [read_message(stream)]
+        received = [read_message(stream, decode_answer)]
         while not received or not is_last(received[-1]):
-            received.append(read_message(stream))
+            received.append(read_message(stream, decode_answer))
         ours.sendall(encode(Stop()))
     stepper.join()
     batches = [message for message in received if isinstance(message, OutputBatch)]
     # Two that were not acknowledged, and the last output, which never waits.
     assert len(batches) == 3
-    assert sum(len(piece[2]) for each in batches for update in each.updates for piece in update[3]) == 200
+    assert (
+        sum(
+            len(piece.token_ids)
+            for each in batches
+            for update in each.updates
+            for piece in update.completions
+        )
+        == 200
+    )
 
 
 def is_last(message: object) -> bool:
     """Return whether a message ends a request."""
-    return isinstance(message, OutputBatch) and any(update[2] for update in message.updates)
+    return isinstance(message, OutputBatch) and any(update.finished for update in message.updates)
 
 
 def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
@@ -361,11 +404,12 @@ def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
 async def test_streams_are_put_together_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outputs = make_outputs(rng)
-    updates = [pickle.loads(encode(pack(output))[HEADER.size :]) for output in outputs]
+    batch = decode_answer(encode(OutputBatch([Update.of(output) for output in outputs]))[HEADER.size :])
+    assert isinstance(batch, OutputBatch)
     stream = OutputStream("r", asyncio.get_running_loop())
     sent, got = GrowingCompletions(), GrowingCompletions()
-    for update, output in zip(updates, outputs, strict=True):
-        stream.put(unpack(update, None, [1, 2]))
+    for update, output in zip(batch.updates, outputs, strict=True):
+        stream.put(update.output(None, [1, 2]))
         sent.add(output.outputs)
         # Some are taken together.
         if not output.finished and rng.random() < 0.5:

@@ -348,10 +348,36 @@ def test_every_option_reaches_its_place(
     given |= {"allowed_headers": ("x-a",), "allow_credentials": True}
     given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
     given |= {"enable_auto_tool_choice": True, "lora_modules": (LoRAModule("x", "y"),)}
-    assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
+    # Which goes with two processes only; see below.
+    assert {field.name for field in fields(ServerSettings)} == given.keys() | {"replicas"}, "every option"
     assert run(*argv) == 0
     config = EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3)
     assert started == [(config, ServerSettings(**given))]
+
+
+def test_replicas(
+    started: list[tuple[EngineConfig, ServerSettings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("m", "--replicas", "2") == run("m", "--replicas", '{"min_replicas": 3}') == 0
+    assert [settings.replicas for _, settings in started] == [2, {"min_replicas": 3}]
+    for options, reason in (
+        (["0"], "replicas: got 0, allowed is an integer from 1 to 1024"),
+        (["[2]"], "invalid number or JSON object value: '[2]'"),
+        (["true"], "invalid number or JSON object value: 'true'"),
+        (["2", "--no-frontend-multiprocessing"], "replicas: allowed with frontend_multiprocessing only"),
+    ):
+        assert run("m", "--replicas", *options) == 2
+        assert reason in capsys.readouterr().err
+    assert len(started) == 2
+
+
+def test_replicas_need_ray(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "rose_backend.server.replicas", raising=False)
+    assert run(str(tiny_model_path), "--replicas", "2", "--port", "0") == 2
+    assert "replicas: needs ray, which is not installed; pip install 'WHEEL[ray]'" in capsys.readouterr().err
 
 
 def test_an_option_goes_before_the_variable(

@@ -1,0 +1,442 @@
+"""Several engines behind one server: a Ray Serve application with one replica of the engine for each GPU.
+
+The process that serves HTTP has no engine then. ``ReplicatedEngine`` there tokenizes prompts and hands each to Ray
+Serve, whose ``PrefixRouter`` (``prefix_routing.py``) chooses the ``EngineReplica`` that computes it. Ray Serve watches
+replicas, replaces those that end, and lets those finish that it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+import re
+import secrets
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeAlias
+
+# What is served is nobody else's business. Ray reads it when it is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from rose_backend import errors
+from rose_backend.config import EngineConfig
+from rose_backend.engine.client import EngineClient, OutputStream
+from rose_backend.engine.messages import PromptPiece, Ready, Update
+from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats
+from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, end_serving
+from rose_backend.engine.remote_engine import RemoteEngine
+from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer_loading import load_tokenizer
+from rose_backend.errors import ConfigError, EngineDeadError, RequestError
+from rose_backend.models.weights import resolve_model_path
+from rose_backend.server.prefix_routing import PrefixRouter
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT_NAME = "engine"
+_HEALTH_CHECK_S = 2.0
+"""How often Ray Serve asks a replica whether it is well."""
+_STATUS_S = 1.0
+"""How often the server asks Ray Serve how many replicas run."""
+_REMOTE_TIMEOUT_S = 1.0
+"""How long metrics wait for the replicas' present counters."""
+_OBJECT_STORE_BYTES = 128 << 20
+"""Shared memory of a Ray that this server starts; nothing large goes through it."""
+_PIECE_BYTES = 1 << 18
+
+Message: TypeAlias = "Update | PromptPiece | RequestError"
+"""What a replica answers to a prompt; an error is the last one."""
+
+
+class EngineReplica:
+    """One engine, in an actor of Ray's. It ends when its engine has, and Ray Serve starts another."""
+
+    def __init__(self, config: EngineConfig, directory: str, log_level: int) -> None:
+        # Paths may be relative. On another machine there may be no such directory.
+        with suppress(OSError):
+            os.chdir(directory)
+        logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
+        logging.getLogger("rose_backend").setLevel(log_level)
+        self._engine = RemoteEngine(config, lambda tokenizer: None)
+        self._start: asyncio.Task[None] | None = None
+        # By id, loading or loaded.
+        self._adapters: dict[int, asyncio.Task[None]] = {}
+
+    async def ready(self) -> Ready:
+        """Return what the server has to know of the engine."""
+        engine, processor = self._engine, self._engine.input_processor
+        counters = await self._engine.counters()
+        options = dataclasses.asdict(engine.config)
+        return Ready(options, processor.vocab_size, processor.max_model_len, engine.num_blocks, counters)
+
+    async def generate(
+        self, request_id: str, lora: LoRARequest | None, *, prompt: ProcessedInput
+    ) -> AsyncIterator[Message]:
+        """Yield what is new in the answer to a prompt, until it is finished or refused.
+
+        Args:
+            lora: the prompt's adapter, which this replica loads if it has not.
+        """
+        has_sent_prompt = False
+        try:
+            await self._started()
+            if lora is not None:
+                await self.load_adapter(lora)
+            async with aclosing(self._engine.generate_deltas(prompt, request_id=request_id)) as outputs:
+                async for output in outputs:
+                    if output.prompt_logprobs is not None and not has_sent_prompt:
+                        has_sent_prompt = True
+                        for first, words in output.prompt_logprobs.pieces(_PIECE_BYTES):
+                            yield PromptPiece.of(request_id, first, words)
+                    yield Update.of(output)
+        except RequestError as error:
+            yield error
+        except EngineDeadError:
+            # The engine's log has the reason. Whoever waits for this actor learns of its end at once, and no prompt is
+            # sent to it any more.
+            logger.error("this replica ends, as its engine has")
+            os._exit(1)
+
+    async def abort(self, request_id: str) -> bool:
+        """Do what ``EngineClient.abort`` does."""
+        return await self._engine.abort(request_id)
+
+    async def counters(self) -> tuple[str, Counters]:
+        """Return the replica's name, and its engine's counters."""
+        await self._started()
+        return serve.get_replica_context().replica_id.unique_id, await self._engine.counters()
+
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Load an adapter unless it is loaded.
+
+        Raises:
+            RequestError: see ``AdapterTable.load``.
+        """
+        await self._started()
+        lora_id = lora.lora_int_id
+        if lora_id not in self._adapters:
+            self._adapters[lora_id] = asyncio.ensure_future(self._engine.load_adapter(lora))
+        try:
+            await asyncio.shield(self._adapters[lora_id])
+        except RequestError:
+            self._adapters.pop(lora_id, None)
+            raise
+
+    async def unload_adapter(self, lora_id: int) -> None:
+        """Do what ``EngineClient.unload_adapter`` does."""
+        if self._adapters.pop(lora_id, None) is not None:
+            self._engine.unload_adapter(lora_id)
+
+    async def check_health(self) -> None:
+        """Tell Ray Serve, by an error, that this replica has to be replaced."""
+        await self._started()
+        if not self._engine.is_running or self._engine.is_stalled:
+            raise RuntimeError("the engine does not run, or does not answer")
+
+    async def __del__(self) -> None:
+        """Stop; Ray Serve calls this when requests have ended, and after an error of the constructor."""
+        if hasattr(self, "_engine"):
+            await self._engine.shutdown()
+
+    async def _started(self) -> None:
+        """Wait until the engine serves this event loop, which is not there yet in the constructor."""
+        if self._start is None:
+            self._start = asyncio.ensure_future(self._engine.start())
+        await asyncio.shield(self._start)
+
+
+class ReplicatedEngine(EngineClient):
+    """All replicas as one engine, for one event loop.
+
+    The constructor starts Ray, unless RAY_ADDRESS names one that runs, and blocks until the replicas have loaded the
+    model. ``start`` has to be awaited on the event loop that will serve.
+
+    Args:
+        replicas: how many, or fields of Ray Serve's ``AutoscalingConfig``.
+        drain_timeout_s: how long a replica that Ray Serve stops may finish its requests.
+        use_tokenizer: as of ``RemoteEngine``.
+
+    Raises:
+        ConfigError: the options do not fit the model or the machine, or there are too few GPUs.
+        ModelError: the model cannot be loaded.
+        EngineDeadError: a replica ended while it was loading.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replicas: int | Mapping[str, Any],
+        drain_timeout_s: float,
+        use_tokenizer: Callable[[Tokenizer], None],
+    ) -> None:
+        # Before Ray is started, so that a mistake is reported at once.
+        scaling = _scaling_options(replicas)
+        tokenizer = Tokenizer(load_tokenizer(resolve_model_path(config.model)))
+        use_tokenizer(tokenizer)
+        resources = _start_ray(config, scaling)
+        self._app_name = f"rose-{secrets.token_hex(4)}"
+        try:
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+            deployment = serve.deployment(EngineReplica).options(
+                name=DEPLOYMENT_NAME,
+                ray_actor_options=resources,
+                # The engine itself refuses what is too much.
+                max_ongoing_requests=config.max_num_seqs + config.max_queue_size + 1,
+                request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+                health_check_period_s=_HEALTH_CHECK_S,
+                graceful_shutdown_timeout_s=drain_timeout_s,
+                graceful_shutdown_wait_loop_s=0.2,
+                max_constructor_retry_count=1,
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+                **scaling,
+            )
+            log_level = logging.getLogger("rose_backend").getEffectiveLevel()
+            handle = _run(deployment.bind(config, os.getcwd(), log_level), self._app_name)
+            ready: Ready = handle.ready.remote().result()
+        except BaseException:
+            _stop(self._app_name)
+            raise
+        super().__init__(threading.Condition())
+        self.config = EngineConfig(**ready.options)
+        self.num_blocks = ready.num_blocks
+        """Of each replica."""
+        self.input_processor = InputProcessor(
+            tokenizer,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            seed=self.config.seed,
+        )
+        self._handle = handle
+        self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
+        # The latest of each replica, also of those that have ended: what was counted stays counted.
+        self._counters: dict[str, Counters] = {}
+        self._loads = [ready.counters.load]
+        self._num_running_replicas = 0
+        self._adapters: dict[int, LoRARequest] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Serve requests of the running event loop."""
+        self._start_task(self._watch_replicas())
+        begin_serving()
+
+    async def counters(self) -> Counters:
+        """Return the sums of all replicas; of KV cache usage, their mean."""
+        answers = await self._tell_all("counters", timeout_s=_REMOTE_TIMEOUT_S)
+        present = dict(each for each in answers if not isinstance(each, BaseException))
+        if present:
+            self._counters |= present
+            self._loads = [each.load for each in present.values()]
+        return _sum_counters(self._counters.values(), self._loads)
+
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Load an adapter in all replicas; one that starts later loads it with its first prompt."""
+        self._check_running()
+        for answer in await self._tell_all("load_adapter", lora):
+            # A replica that ends now has been replaced when the next prompt comes.
+            if isinstance(answer, RequestError):
+                raise answer
+        self._adapters[lora.lora_int_id] = lora
+
+    def unload_adapter(self, lora_id: int) -> None:
+        """Do what ``EngineClient.unload_adapter`` does."""
+        self._adapters.pop(lora_id, None)
+        self._start_task(self._tell_all("unload_adapter", lora_id))
+
+    async def shutdown(self) -> None:
+        """Do what ``EngineClient.shutdown`` does."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            end_serving()
+            for task in (*self._tasks.values(), *self._others):
+                task.cancel()
+            for stream in self._take_all():
+                stream.put(EngineDeadError("the engine was shut down"))
+            await asyncio.to_thread(_stop, self._app_name)
+
+    def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
+        self._register(stream)
+        stream.prompt, stream.prompt_token_ids = prompt.prompt, prompt.token_ids.tolist()
+        stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
+        task = asyncio.create_task(self._answer(prompt, stream))
+        self._tasks[stream.request_id] = task
+        task.add_done_callback(lambda _: self._forget(stream))
+
+    def _end(self, stream: OutputStream) -> None:
+        self._start_task(self._tell_all("abort", stream.request_id))
+
+    def _abandon(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            self._tasks[stream.request_id].cancel()
+
+    def _forget(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id], self._tasks[stream.request_id]
+
+    async def _answer(self, prompt: ProcessedInput, stream: OutputStream) -> None:
+        """Let a replica compute the answer to a prompt, and put all of it into the stream."""
+        lora, is_over = self._adapters.get(prompt.lora_id), False
+        response = self._generate.remote(stream.request_id, lora, prompt=prompt._replace(prompt=None))
+        try:
+            async for message in response:
+                if isinstance(message, RequestError):
+                    is_over = True
+                    stream.put(message)
+                elif not isinstance(message, PromptPiece):
+                    is_over = message.finished
+                    texts = stream.prompt, stream.prompt_token_ids, stream.prompt_logprobs
+                    stream.put(message.output(*texts))
+                elif stream.prompt_logprobs is not None:
+                    stream.prompt_logprobs.write(message.first, message.words())
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:
+            # Of Ray: the replica has ended, or cannot be reached any more.
+            logger.error("request %s lost its replica: %s", stream.request_id, _first_line(error))
+        if not is_over:
+            stream.put(EngineDeadError("the replica that worked on the request has ended"))
+
+    async def _watch_replicas(self) -> None:
+        """Keep ``is_stalled`` up to date: true while no replica runs."""
+        while True:
+            try:
+                status = await asyncio.to_thread(serve.status)
+                states = status.applications[self._app_name].deployments[DEPLOYMENT_NAME].replica_states
+                num_running = states.get("RUNNING", 0)
+                if num_running != self._num_running_replicas:
+                    logger.info("replicas that run: %d", num_running)
+                self._num_running_replicas, self.is_stalled = num_running, num_running == 0
+            except Exception as error:
+                logger.warning("Ray Serve does not say how many replicas run: %s", _first_line(error))
+            await asyncio.sleep(_STATUS_S)
+
+    async def _tell_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method of all replicas and return their answers, errors among them; none if one is late."""
+        try:
+            answers = self._handle.broadcast(method, *arguments)
+            return await answers.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError):
+            return []
+
+    def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+
+
+def _scaling_options(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many replicas there are as Ray Serve takes it.
+
+    Raises:
+        ConfigError: Ray Serve knows no such field, or does not allow its value.
+    """
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    for name in replicas:
+        if name not in AutoscalingConfig.model_fields:
+            hint = errors.nearest_name_hint(name, AutoscalingConfig.model_fields)
+            raise ConfigError(
+                f"replicas: got the field {name!r}, which Ray Serve's AutoscalingConfig lacks{hint}"
+            )
+    try:
+        config = AutoscalingConfig(**replicas)
+    except ValueError as error:
+        raise ConfigError(
+            f"replicas: got {dict(replicas)}, which Ray Serve does not allow: {error}"
+        ) from error
+    if config.min_replicas < 1:
+        raise ConfigError(f"replicas: got min_replicas {config.min_replicas}, allowed is 1 or more")
+    return {"autoscaling_config": config}
+
+
+def _start_ray(config: EngineConfig, scaling: Mapping[str, Any]) -> dict[str, int]:
+    """Start Ray here, or connect to the one that RAY_ADDRESS names, and return what each replica takes of it.
+
+    Raises:
+        ConfigError: this cannot be done, or Ray has not enough for the replicas that there are at the start.
+    """
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        ray.init(logging_level=logging.WARNING, **({} if "RAY_ADDRESS" in os.environ else own))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"replicas: Ray cannot be started, or reached ({_first_line(error)})") from error
+    present = ray.cluster_resources()
+    is_on_gpu = config.device == "cuda" or (config.device == "auto" and present.get("GPU", 0) >= 1)
+    scale = scaling.get("autoscaling_config")
+    count = scaling["num_replicas"] if scale is None else max(scale.min_replicas, scale.initial_replicas or 0)
+    what, allowed = ("GPU", int(present.get("GPU", 0))) if is_on_gpu else ("core", int(present.get("CPU", 0)))
+    if count > allowed:
+        ray.shutdown()
+        raise ConfigError(
+            f"replicas: got {count}, allowed are at most {allowed}, one for each {what} that Ray has"
+        )
+    return {"num_cpus": 1, "num_gpus": int(is_on_gpu)}
+
+
+def _run(application: serve.Application, name: str) -> DeploymentHandle:
+    """Start an application and wait until its replicas have loaded the model.
+
+    Raises:
+        ConfigError: see ``RemoteEngine``.
+        ModelError: see there.
+        EngineDeadError: a replica ended for another reason.
+    """
+    try:
+        return serve.run(application, name=name, route_prefix=None)
+    except RuntimeError as error:
+        # The replica's error comes as text, the traceback included.
+        report = serve.status().applications[name].deployments[DEPLOYMENT_NAME].message
+        found = re.findall(r"^rose_backend\.errors\.(ConfigError|ModelError): (.+)", report, re.MULTILINE)
+        if found:
+            kind, text = found[-1]
+            raise getattr(errors, kind)(text) from error
+        raise EngineDeadError(f"a replica ended while it was loading the model: {report}") from error
+
+
+def _stop(app_name: str) -> None:
+    """Stop the replicas, and Ray unless others started it."""
+    try:
+        serve.delete(app_name)
+    except Exception as error:
+        logger.warning("Ray Serve did not stop the replicas: %s", _first_line(error))
+    ray.shutdown()
+
+
+def _sum_counters(all_time: Iterable[Counters], present: Sequence[EngineLoad]) -> Counters:
+    """Return what replicas have counted, and what those that run have in use."""
+    stats = EngineStats()
+    for each, _ in all_time:
+        for name in (field.name for field in dataclasses.fields(EngineStats)):
+            ours, theirs = getattr(stats, name), getattr(each, name)
+            if isinstance(theirs, tuple):
+                theirs = tuple(map(sum, itertools.zip_longest(ours, theirs, fillvalue=0)))
+                setattr(stats, name, theirs)
+            else:
+                setattr(stats, name, ours + theirs)
+    load = EngineLoad(
+        sum(each.num_running for each in present),
+        sum(each.num_waiting for each in present),
+        sum(each.kv_cache_usage for each in present) / max(len(present), 1),
+    )
+    return Counters(stats, load)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

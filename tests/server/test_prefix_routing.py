@@ -1,0 +1,90 @@
+"""Prompts go to the replica that has had their beginning, unless it has much more to do than another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rose_backend.engine.request import ProcessedInput
+from rose_backend.engine.sampling_params import SamplingParams
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+from rose_backend.server.prefix_routing import PrefixMap
+
+IDLE = {"a": 0, "b": 0, "c": 0}
+
+
+def prompt(first: int, length: int = 100, *, namespace: bytes = b"", lora_id: int = 0) -> ProcessedInput:
+    """Return a prompt whose tokens are consecutive numbers."""
+    ids = np.arange(first, first + length, dtype=np.int32)
+    return ProcessedInput(0, None, ids, SamplingParams(), namespace, [], b"", lora_id)
+
+
+def test_the_same_beginning_goes_to_the_same_replica() -> None:
+    prefixes: PrefixMap[str] = PrefixMap()
+    homes = [prefixes.choose(prompt(1000 * each), IDLE) for each in range(30)]
+    # New ones go to all in turns.
+    assert set(Counter(homes).values()) == {10}
+    for length in (64, 100, 500):
+        assert [prefixes.choose(prompt(1000 * each, length), IDLE) for each in range(30)] == homes
+
+
+def test_the_longest_beginning_counts() -> None:
+    prefixes: PrefixMap[str] = PrefixMap()
+    assert prefixes.choose(prompt(0, 64), {"a": 0}) == "a"
+    assert prefixes.choose(prompt(0, 96), {"b": 0}) == "b"
+    assert prefixes.choose(prompt(0, 128), IDLE) == "b"
+    # Fewer tokens than a block say nothing.
+    short = [prefixes.choose(prompt(0, 31), IDLE) for _ in range(30)]
+    assert Counter(short) == {"a": 10, "b": 9, "c": 11}
+
+
+def test_namespaces_and_adapters_share_no_beginnings() -> None:
+    prefixes: PrefixMap[str] = PrefixMap()
+    same = [prompt(0), prompt(0, namespace=b"key"), prompt(0, namespace=b"key2"), prompt(0, lora_id=1)]
+    homes = {prefixes.choose(each, {name: 0}) for each, name in zip(same, "abcd", strict=True)}
+    assert homes == set("abcd")
+    idle = dict.fromkeys("abcd", 0)
+    assert [prefixes.choose(each, idle) for each in reversed(same)] == list("dcba")
+
+
+@pytest.mark.parametrize(("others", "limit"), [(0, 8), (10, 18), (64, 102)])
+def test_a_busy_replica_loses_a_prompt_to_the_least_busy_one(others: int, limit: int) -> None:
+    for load, expected in ((limit, "a"), (limit + 1, "c")):
+        prefixes: PrefixMap[str] = PrefixMap()
+        prefixes.choose(prompt(0), {"a": 0})
+        assert prefixes.choose(prompt(0), {"a": load, "b": others + 1, "c": others}) == expected
+        # From then on both have it.
+        assert prefixes.choose(prompt(0), {"a": 5, "b": 0, "c": 6}) == "a"
+        assert prefixes.choose(prompt(0), {"a": 6, "b": 0, "c": 5}) == ("c" if expected == "c" else "a")
+
+
+def test_unknown_prompts_go_to_the_least_busy_replica() -> None:
+    prefixes: PrefixMap[str] = PrefixMap()
+    for number in range(20):
+        assert prefixes.choose(prompt(1000 * number), {"a": 2, "b": 1, "c": 2}) == "b"
+
+
+def test_a_replica_that_has_ended_is_forgotten() -> None:
+    prefixes: PrefixMap[str] = PrefixMap()
+    prefixes.choose(prompt(0), {"a": 0})
+    prefixes.choose(prompt(0), {"b": 0})
+    prefixes.forget("a")
+    assert prefixes.choose(prompt(0), IDLE) == "b"
+    prefixes.forget("b")
+    assert not prefixes._owners
+    assert prefixes.choose(prompt(0), {"a": 1, "b": 1, "c": 0}) == "c"
+
+
+def test_what_was_used_last_is_remembered() -> None:
+    prefixes: PrefixMap[str] = PrefixMap(max_blocks=6)
+    prefixes.choose(prompt(0, 96), {"a": 0})
+    prefixes.choose(prompt(1000, 96), {"b": 0})
+    prefixes.choose(prompt(0, 96), IDLE)
+    prefixes.choose(prompt(2000, 96), {"c": 0})
+    assert len(prefixes._owners) == 6
+    assert prefixes.choose(prompt(0, 96), IDLE) == "a"
+    assert prefixes.choose(prompt(1000, 96), {"a": 0, "b": 1, "c": 0}) != "b"
