@@ -1,4 +1,4 @@
-"""Replayed steps with the drafts of an EAGLE head: what they leave behind, and which graphs of vLLM's they need."""
+"""Replayed steps with the drafts of a head: what they leave behind, and which graphs of vLLM's they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.support.vllm_plugin.steady_runner import MAX_REQS, SIZES, Desc
 CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "EAGLE-3": ({"num_drafts": 3, "groups": "one group"}, {1, 2, 3, 4}),
     "one draft, several groups": ({"num_drafts": 1, "groups": "windows"}, {1, 2}),
-    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "auxiliary": False}, {1, 2, 3}),
+    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "method": "eagle"}, {1, 2, 3}),
+    "MTP": ({"num_drafts": 3, "groups": "one group", "method": "mtp"}, {1, 2, 3, 4}),
     "drawn": ({"num_drafts": 2, "groups": "one group", "is_drawn": True}, {1, 2, 3}),
     # And to the end of the head's context.
     "never right": (
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
         {
             "num_drafts": 1,
             "groups": "one group, two shapes",
-            "auxiliary": False,
+            "method": "eagle",
             "share_turned": 0.3,
             "num_steps": 40,
         },
@@ -54,6 +55,17 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "come and go, stored alone": (
         {"num_drafts": 3, "groups": "windows", "share_turned": 0.3, "num_steps": 80, "stores": True},
         {1, 2, 3, 4},
+    ),
+    "MTP's come and go": (
+        {
+            "num_drafts": 2,
+            "groups": "windows",
+            "method": "mtp",
+            "share_turned": 0.3,
+            "num_steps": 80,
+            "seed": 18,
+        },
+        {1, 2, 3},
     ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
 }

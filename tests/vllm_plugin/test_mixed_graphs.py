@@ -50,7 +50,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
 )
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
-from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, rose_options
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, is_applied, resolve_owner
 from tests.support.forward_state import ModelClass, find_state, read_classes
 from tests.support.vllm_plugin.attention_steps import (
@@ -173,12 +173,9 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
     choose_mixed_graphs(config)
     compilation = config.compilation_config
     support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
-    if method in ("draft_model", "mtp"):
+    if method == "draft_model":
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
-        assert (
-            graphs_told_of(config)
-            == " graphs of decodes only (a drafter with a model other than an EAGLE head)"
-        )
+        assert graphs_told_of(config) == f" graphs of decodes only ({OTHER_DRAFTER})"
         # Eight tokens are as many as decode attention takes.
         assert (
             support
@@ -187,6 +184,12 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
     else:
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL and graphs_told_of(config) == ""
         assert support is AttentionCGSupport.ALWAYS
+
+
+def of_mtp(architecture: str, num_modules: int = 1) -> Any:
+    """Return what is read of a drafter's configuration."""
+    fields = SimpleNamespace(num_nextn_predict_layers=num_modules, model_type="some")
+    return SimpleNamespace(architecture=architecture, hf_config=fields)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,12 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
             "num_speculative_tokens_per_batch_size",
         ),
         ({"draft_model_config": SimpleNamespace(architecture="Eagle3LlamaForCausalLM")}, None),
+        ({"method": "mtp", "draft_model_config": of_mtp("MiMoMTPModel")}, None),
+        (
+            {"method": "mtp", "draft_model_config": of_mtp("ErnieMTPModel")},
+            "ErnieMTPModel is not among the audited models",
+        ),
+        ({"method": "mtp", "draft_model_config": of_mtp("MiMoMTPModel", 2)}, OTHER_DRAFTER),
         (
             {"draft_model_config": SimpleNamespace(architecture="EagleMistralLarge3ForCausalLM")},
             "EagleMistralLarge3ForCausalLM is not among the audited models",
@@ -223,7 +232,7 @@ def test_heads_that_keep_vllms_graphs(
         monkeypatch.setattr(config.speculative_config, "attention_backend", config.attention_config.backend)
         assert why_drafter_needs_vllms_graphs(config) is None
         monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
-        assert why_drafter_needs_vllms_graphs(config) == "an EAGLE head beside images"
+        assert why_drafter_needs_vllms_graphs(config) == "a head beside images"
     else:
         assert mode == CUDAGraphMode.FULL_AND_PIECEWISE and support is AttentionCGSupport.UNIFORM_BATCH
         assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
@@ -379,7 +388,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
     make_config: MakeConfig, on_gpu: OnGpu
 ) -> None:
     drafting, config = make_config(**N_GRAM), on_gpu()
-    drafting.speculative_config.method = "mtp"
+    drafting.speculative_config.method = "draft_model"
     with pytest.MonkeyPatch.context() as patch:
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
@@ -622,7 +631,7 @@ def test_the_documentation_lists_them() -> None:
     section = (
         PAGE.read_text().partition("\n## Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
     )
-    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))`", section)
+    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|MTP))`", section)
     audited = {**AUDITED_CLASSES, **AUDITED_FOR_DECODES}
     own = {name.partition(":")[2] for name in audited if name.startswith("vllm.")}
     assert len(listed) == len(set(listed)) and set(listed) == own

@@ -24,7 +24,7 @@ from rose_backend.vllm_plugin.options import (
     depths_of,
     first_reason,
     has_connector_in_layers,
-    has_eagle_head,
+    has_head,
     has_other_drafter,
     is_rose_selected,
     rose_options,
@@ -70,7 +70,7 @@ def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
     vLLM captures the head's first forward pass with the same batch sizes and graph mode as the model's step.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_eagle_head(vllm_config):
+    if speculative is None or not has_head(vllm_config):
         return OTHER_DRAFTER if has_other_drafter(vllm_config) else None
     backend, unaudited = speculative.attention_backend, find_unaudited(speculative.draft_model_config)
     reasons = {
@@ -79,7 +79,7 @@ def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
         "enable_adaptive_verification": speculative.enable_adaptive_verification,
         "num_speculative_tokens_per_batch_size": bool(speculative.num_speculative_tokens_per_batch_size),
         # Features of images would have to be in the drafter's buffer before a replay.
-        "an EAGLE head beside images": vllm_config.model_config.is_multimodal_model,
+        "a head beside images": vllm_config.model_config.is_multimodal_model,
         f"{unaudited} is not among the audited models": unaudited is not None,
     }
     return first_reason(reasons)
@@ -168,12 +168,12 @@ def add_decode_graphs(manager: Any) -> None:
 
 
 def captures_passes(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM captures the passes of an EAGLE head after its first one as one graph, and Rose the steps before."""
-    return has_eagle_head(vllm_config) and captures_mixed_steps(vllm_config)
+    """Whether vLLM captures the passes of a head after its first one as one graph, and Rose the steps before."""
+    return has_head(vllm_config) and captures_mixed_steps(vllm_config)
 
 
 def capture_some_passes(manager: Any) -> None:
-    """Capture the passes of an EAGLE head after its first one for each number of drafts that a step may make.
+    """Capture the passes of a head after its first one for each number of drafts that a step may make.
 
     vLLM does so where a schedule by batch size is configured, and otherwise has one graph of all passes.
 

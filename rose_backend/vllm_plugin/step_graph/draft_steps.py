@@ -3,7 +3,7 @@
 Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end has
 the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token after
 them; it moves the state on. Then vLLM's own drafter proposes the next drafts, which stay where the next prologue finds
-them: a lookup of n-grams within the end, an EAGLE head in further replays (``head_steps.py``). So the device
+them: a lookup of n-grams within the end, a head in further replays (``head_steps.py``). So the device
 knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and learns of the
 others when it reads the tokens. All state is vLLM's, and complete after every step.
 

@@ -1,4 +1,4 @@
-"""Steps of decodes with an EAGLE head: after the end, vLLM's graphs of the head and what connects them.
+"""Steps of decodes with a head (EAGLE's, an MTP module): after the end, vLLM's graphs of it and what connects them.
 
 vLLM has a graph of the head's first pass, over all tokens of a step, and one of all later passes, of a token each. The
 end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
@@ -47,7 +47,7 @@ def _first_pass_of(head: Any, num_requests: int, desc: Any, query_len: int) -> A
 
 
 class PlainHeadSteps(StepGraphs):
-    """Steps without drafts, each of whose requests gets one token, which an EAGLE head of vLLM's passes over, too.
+    """Steps without drafts, each of whose requests gets one token, which a head of vLLM's passes over, too.
 
     Args:
         runner: as of ``StepGraphs``.
@@ -116,7 +116,7 @@ class StoringHeadSteps(StepGraphs):
 
 
 class HeadSteps(DraftSteps):
-    """Steps in which every request decodes, with the same number of drafts; an EAGLE head makes them.
+    """Steps in which every request decodes, with the same number of drafts; a head makes them.
 
     Args:
         runner, num_drafts: as of ``DraftSteps``.

@@ -13,7 +13,6 @@ from vllm.compilation import cudagraph_pool
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, _extrapolate_full_graph_memory
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
@@ -27,7 +26,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
 )
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
 from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps, StoringHeadSteps
-from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
+from rose_backend.vllm_plugin.step_graph.reasons import HEADS, why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 
@@ -84,7 +83,7 @@ def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | Adapt
 def _make_steps(runner: Any) -> WholeSteps | AdaptiveSteps:
     if runner.speculative_config is None:
         return StepGraphs(runner)
-    is_head = type(runner.speculator) is EagleSpeculator
+    is_head = type(runner.speculator) in HEADS
     kind = HeadSteps if is_head else DraftSteps
     by_depth = {
         depth: kind(runner, depth) if depth else _plain_steps_kind(runner, is_head=is_head)(runner)

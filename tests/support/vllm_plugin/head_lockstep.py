@@ -26,8 +26,12 @@ from vllm.triton_utils import HAS_TRITON  # noqa: E402
 from vllm.v1.worker.gpu import input_batch  # noqa: E402
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import gather_draft_sampled  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (  # noqa: E402
+    TargetDependentARSpeculator,
+)
 
 from rose_backend.draft_depth import draft_depths  # noqa: E402
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder  # noqa: E402
@@ -48,18 +52,18 @@ LIKELY = 2
 NUM_AUXILIARY = 3
 
 
-class Head(EagleSpeculator):  # type: ignore[misc]
-    """vLLM's speculator with layers that say what they have read.
+class Head(TargetDependentARSpeculator):  # type: ignore[misc]
+    """A speculator of vLLM's with layers that say what they have read.
 
     Args:
         share_right: of the drafts that follow on a request's own text.
-        auxiliary: whether it reads auxiliary hidden states, as EAGLE-3's do.
+        method: in vLLM; the head of ``eagle3`` reads auxiliary hidden states.
         max_model_len: of the head, whose passes stay before it.
     """
 
-    def __init__(self, runner: HeadRunner, share_right: float, auxiliary: bool, max_model_len: int) -> None:
+    def __init__(self, runner: HeadRunner, share_right: float, method: str, max_model_len: int) -> None:
         self.runner, self.share_right, self.device = runner, share_right, runner.device
-        self.method = "eagle3" if auxiliary else "eagle"
+        self.method = method
         self.num_speculative_steps, self.max_num_reqs = runner.num_drafts, MAX_REQS
         self.max_model_len, self.dp_size, self.dp_rank = max_model_len, 1, 0
         self.pcp_manager = self.eplb_state = self.draft_logits = self.acceptance_estimator = None
@@ -190,6 +194,14 @@ class LaterPasses(Desc):
     num_drafts: int = 0
 
 
+class EagleHead(Head, EagleSpeculator):  # type: ignore[misc]
+    """Of either kind."""
+
+
+class MtpModule(Head, MTPSpeculator):  # type: ignore[misc]
+    """Reads the model's own hidden states."""
+
+
 class HeadGraphs:
     """Graphs of the head's passes, of as many tokens in each row."""
 
@@ -227,7 +239,7 @@ class HeadRunner(DraftRunner):
         self.block_tables.cp_size = 1  # type: ignore[attr-defined]
         self.block_tables.compute_slot_mappings = self._compute_slots  # type: ignore[attr-defined]
         self.req_states.next_prefill_tokens = torch.zeros(1, MAX_REQS, dtype=torch.int32)
-        self.speculator: Any = Head(self, **of_head)
+        self.speculator: Any = (MtpModule if of_head["method"] == "mtp" else EagleHead)(self, **of_head)
         # The head's layer is in the first one.
         names = [["model"] for _ in groups]
         names[0] = ["model", "head"]
@@ -443,7 +455,7 @@ def compare(
     share_right: float = 0.8,
     share_replayed: float = 0.6,
     is_drawn: bool = False,
-    auxiliary: bool = True,
+    method: str = "eagle3",
     synthetic: bool = False,
     max_model_len: int = MAX_LEN,
     share_turned: float = 0.0,
@@ -455,7 +467,7 @@ def compare(
         share_turned: of the steps, after which another number of drafts is made; if none, all have them all.
         stores: whether steps without drafts store what the head keeps without a pass.
     """
-    of_head = {"share_right": share_right, "auxiliary": auxiliary, "max_model_len": max_model_len}
+    of_head = {"share_right": share_right, "method": method, "max_model_len": max_model_len}
     runners = [
         HeadRunner(num_drafts, GROUPS[groups], is_drawn=is_drawn, seed=seed, **of_head) for _ in range(2)
     ]
