@@ -162,7 +162,7 @@ class PluginConfig(Switches):
     same name."""
     step_budget: str | float = "off"
     """How long a step with prompts may take, while running requests wait for it. ``auto``: 1.5 times as long as one
-    without prompts, longer if prompts would wait too long; a number: so many milliseconds; ``off``: as long as the
+    without prompts, longer if prompts would wait too long; a number: that many milliseconds; ``off``: as long as the
     prompt tokens that vLLM gives a step. Needs batched scheduling."""
     kv_canary: str = "off"
     """Check K/V every 16 steps for writes that nobody may make and for values computed from free blocks. ``log``: a

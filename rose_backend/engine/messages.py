@@ -38,7 +38,7 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Error(Message):
-    """An error of ``rose_backend.errors``. What ``RequestError.value`` holds stays behind."""
+    """An error of ``rose_backend.errors``. ``RequestError.value`` is not sent."""
 
     kind: str
     text: str

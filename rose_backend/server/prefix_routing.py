@@ -17,12 +17,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from rose_backend.engine.request import ProcessedInput
 
 _BLOCK_TOKENS = 32
-"""Beginnings are compared in whole blocks of so many tokens."""
+"""Beginnings are compared in whole blocks of this many tokens."""
 _MAX_BLOCKS = 1 << 17
 """Blocks whose replicas are known; those that no prompt had for longest are forgotten."""
 _MAX_EXTRA_REQUESTS = 8
 _MAX_EXTRA_SHARE = 0.5
-"""A replica that knows a prompt may have so many requests, or this share of the mean, more than the least busy one."""
+"""A replica that knows a prompt may have this many requests, or this share of the mean, more than the least busy."""
 
 Replica = TypeVar("Replica", bound=Hashable)
 
@@ -74,7 +74,7 @@ class PrefixMap(Generic[Replica]):
 
 
 def _block_keys(prompt: ProcessedInput) -> list[bytes]:
-    """Return a digest for each whole block of a prompt, which stands for all tokens up to its end."""
+    """Return a digest for each whole block of a prompt, of all tokens up to its end."""
     # Prefixes are shared within a namespace, and with the same adapter, only.
     digest = blake2b(prompt.namespace + b"%d" % prompt.lora_id, digest_size=16)
     keys = []
@@ -97,7 +97,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidates, each as a rank of its own, the best one first."""
+        """Return the candidates, each as a separate rank, the best one first."""
         async with self._turn:
             # The request before has been chosen for; now it is sent, and counted.
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Several engines behind one server: a Ray Serve application with one replica of the engine for each GPU.
+"""Several engines for one server: a Ray Serve application with one replica of the engine for each GPU.
 
 The process that serves HTTP has no engine then. ``ReplicatedEngine`` there tokenizes prompts and hands each to Ray
 Serve, whose ``PrefixRouter`` (``prefix_routing.py``) chooses the ``EngineReplica`` that computes it. Ray Serve watches
