@@ -17,6 +17,7 @@ from rose_backend.block_manager.canary import CHECK_INTERVAL
 from rose_backend.config import EngineConfig, PluginConfig
 from rose_backend.engine.model_runner import Chunks, ModelRunner
 from rose_backend.errors import ConfigError, EngineDeadError
+from rose_backend.kernels.kv.canary import _token_sums
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Plant = Callable[[ModelRunner], None]
@@ -141,3 +142,23 @@ def test_modes_that_are_none() -> None:
         ConfigError, match="kv_canary: got 'log', allowed is off with drafts of an EAGLE head"
     ):
         EngineConfig(model="m", kv_canary="log", speculative_config=drafts)
+
+
+def test_a_check_copies_no_cache() -> None:
+    """A KV pool leaves no room for that. Of half precision torch makes a copy on a CPU alone."""
+    cache = torch.randn(512, 16, 4, 32)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        _token_sums([cache])
+    most = max(event.cpu_memory_usage for event in profiled.key_averages())
+    assert 0 < most < cache.nbytes // 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_check_copies_no_cache_on_a_gpu(dtype: torch.dtype) -> None:
+    cache = torch.randn(4096, 16, 8, 128, device="cuda").to(dtype)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _token_sums([cache])
+    assert torch.cuda.max_memory_allocated() - before < cache.nbytes // 8

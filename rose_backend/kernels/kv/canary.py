@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.captured_graphs import download, upload
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _ODD = 6_364_136_223_846_793_005
 """By which sums of layers are multiplied, so that no two are exchanged for each other."""
 _NULL_BLOCK = 0
@@ -42,7 +41,8 @@ class KVCanary:
     """Checks one KV pool. Nothing here waits for the device, but for a check that is still open when the next is due.
 
     Args:
-        caches: ``[NB, BS, HKV, D]`` each, any strides, of float32, float16 or bfloat16: keys and values of every layer.
+        caches: ``[NB, BS, HKV, D]`` each, of float32, float16 or bfloat16: keys and values of every layer. Rows of D
+            are contiguous, whole multiples of 8 bytes.
         logger: gets a line, with a count, for each check that finds something.
         raises: an error instead.
     """
@@ -141,7 +141,8 @@ def _token_sums(caches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     sums = torch.zeros(caches[0].shape[:2], dtype=torch.int64, device=caches[0].device)
     has_nan = torch.zeros_like(sums, dtype=torch.bool)
     for cache in caches:
-        bits = cache.view(_BITS[cache.element_size()])
-        sums.mul_(_ODD).add_(bits.sum(dim=(2, 3), dtype=torch.int64))
+        # As numbers of the sum's own type, and below half precision to float32: others torch converts in a copy first,
+        # for which a KV pool leaves no room.
+        sums.mul_(_ODD).add_(cache.view(torch.int64).sum(dim=(2, 3)))
         has_nan |= cache.sum(dim=(2, 3), dtype=torch.float32).isnan()
     return sums, has_nan
