@@ -23,9 +23,10 @@ from rose_backend.engine.outputs import (
     PromptLogprobs,
     RequestOutput,
 )
-from rose_backend.engine.request import LoRARequest, ProcessedInput
+from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
+from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerParts, read_backend, write_backend
 from rose_backend.errors import RequestError, RoseError
 
@@ -195,6 +196,16 @@ class Ready(Message):
     num_blocks: int
     counters: Counters
 
+    def input_processor(self, tokenizer: Tokenizer) -> InputProcessor:
+        """Return what makes this engine's inputs of prompts."""
+        return InputProcessor(
+            tokenizer,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.options["max_num_seqs"],
+            seed=self.options["seed"],
+        )
+
 
 class Update(Message):
     """A ``RequestOutput`` without the prompt."""
@@ -291,7 +302,13 @@ Read = TypeVar("Read", Command, Answer)
 
 def _write(value: object) -> object:
     """Return in types of msgpack what is none of them."""
-    return value.item() if isinstance(value, np.generic) else write_backend(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            # Of a class of the caller's own.
+            return kind(value)
+    return write_backend(value)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_write)

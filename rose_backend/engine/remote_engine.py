@@ -49,7 +49,7 @@ from rose_backend.engine.messages import (
 )
 from rose_backend.engine.outputs import Counters
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
+from rose_backend.engine.request import LoRARequest, ProcessedInput
 from rose_backend.engine.structured_outputs import MAX_GRAMMAR_LENGTH
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
@@ -75,11 +75,17 @@ _HEARTBEAT_TIMEOUT_S = 10.0
 _COUNTERS_TIMEOUT_S = 1.0
 """How long metrics wait for the engine's present counters."""
 _MAX_COUNTER_WAITERS = 64
-_MAX_UNREAD_BYTES = 256 << 20
+MAX_UNREAD_BYTES = 256 << 20
 """Memory of requests that the engine process has not read; others wait until it has."""
 _BYTES_PER_REQUEST, _BYTES_PER_TOKEN, _BYTES_PER_GRAMMAR = 8 << 10, 48, 4 * MAX_GRAMMAR_LENGTH
 """Memory that a request takes in this process: tasks and outputs; its token ids as an array, a list, a message; and its
 grammar's text, which each message holds."""
+
+
+def num_waiting_bytes(prompt: ProcessedInput) -> int:
+    """Return about how much memory a request takes until an engine process has read it."""
+    num_bytes = _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(prompt.token_ids)
+    return num_bytes + (_BYTES_PER_GRAMMAR if prompt.params.structured_outputs is not None else 0)
 
 
 class RemoteEngine(EngineClient):
@@ -113,13 +119,7 @@ class RemoteEngine(EngineClient):
         super().__init__(threading.Condition())
         self.config = EngineConfig(**ready.options)
         self.num_blocks = ready.num_blocks
-        self.input_processor = InputProcessor(
-            tokenizer,
-            vocab_size=ready.vocab_size,
-            max_model_len=ready.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            seed=self.config.seed,
-        )
+        self.input_processor = ready.input_processor(tokenizer)
         self._counters = ready.counters
         # Each with what had been sent when it asked.
         self._counter_waiters: deque[tuple[asyncio.Future[None], int]] = deque()
@@ -145,7 +145,7 @@ class RemoteEngine(EngineClient):
     async def wait_for_room(self) -> None:
         """Do what ``EngineClient.wait_for_room`` does."""
         self._check_running()
-        while self._num_sent_bytes - self._num_read_bytes > _MAX_UNREAD_BYTES:
+        while self._num_sent_bytes - self._num_read_bytes > MAX_UNREAD_BYTES:
             # One question for all that wait.
             if self._room_waiter is None or self._room_waiter.done():
                 self._room_waiter = self._ask()
@@ -161,8 +161,9 @@ class RemoteEngine(EngineClient):
     async def load_adapter(self, lora: LoRARequest) -> None:
         """Do what ``EngineClient.load_adapter`` does."""
         self._check_running()
+        command = encode(LoadAdapter(lora))
         waiter = self._adapter_waiters[lora.lora_int_id] = asyncio.get_running_loop().create_future()
-        self._send(LoadAdapter(lora))
+        self._send_encoded(command)
         await waiter
 
     def unload_adapter(self, lora_id: int) -> None:
@@ -185,13 +186,13 @@ class RemoteEngine(EngineClient):
             await self._reading
 
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
+        # What cannot be sent is refused before anything waits for its answer.
+        command = encode(Add.of(stream.request_id, prompt))
         self._register(stream)
-        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(prompt.token_ids)
-        if prompt.params.structured_outputs is not None:
-            self._num_sent_bytes += _BYTES_PER_GRAMMAR
+        self._num_sent_bytes += num_waiting_bytes(prompt)
         stream.prompt, stream.prompt_token_ids = prompt.prompt, prompt.token_ids.tolist()
         stream.prompt_logprobs = self.input_processor.make_prompt_logprobs(prompt)
-        self._send(Add.of(stream.request_id, prompt))
+        self._send_encoded(command)
 
     def _end(self, stream: OutputStream) -> None:
         self._send(Abort(stream.request_id))
@@ -219,11 +220,14 @@ class RemoteEngine(EngineClient):
                 await asyncio.wait([waiter])
 
     def _send(self, command: Message) -> None:
+        self._send_encoded(encode(command))
+
+    def _send_encoded(self, command: bytes) -> None:
         """Send all commands of one turn of the event loop at once: each read in the engine process takes the
         interpreter lock from the step loop."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(encode(command))
+        self._unsent.append(command)
 
     def _flush(self) -> None:
         assert self._writer is not None, "start() comes first"

@@ -73,8 +73,10 @@ class LoRARequest:
             value = getattr(self, name)
             if not is_unicode(value) or not value or "\0" in value:
                 raise RequestError(f"{name}: got {reprlib.repr(value)}, allowed is a text that is not empty")
-        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
-            raise RequestError(f"lora_int_id: got {self.lora_int_id!r}, allowed is an integer of at least 1")
+        if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id < 1 << 63:
+            raise RequestError(
+                f"lora_int_id: got {self.lora_int_id!r}, allowed is an integer from 1 to {(1 << 63) - 1}"
+            )
 
 
 class UnloadAdapter(NamedTuple):
@@ -224,7 +226,11 @@ class Request:
 
 
 def check_request_id(request_id: str, unfinished: Container[str]) -> None:
-    """Raise RequestError if an unfinished request has the same id."""
+    """Raise RequestError if a request may not have this id, or an unfinished one has it."""
+    if not is_unicode(request_id):
+        raise RequestError(
+            f"request_id: got {request_id!r}, allowed is a text of Unicode characters", parameter="request_id"
+        )
     if request_id in unfinished:
         message = f"request_id: got {request_id!r}, which an unfinished request has"
         raise RequestError(message, parameter="request_id")

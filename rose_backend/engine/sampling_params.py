@@ -20,6 +20,7 @@ from rose_backend.config import (
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
+    is_unicode,
 )
 from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError, nearest_name_hint
@@ -209,8 +210,8 @@ class SamplingParams:
             raise _refusal("stop", self.stop, "a string, a list of strings and None")
         _check_count("stop", self.stop_strings, MAX_STOP_STRINGS, "strings")
         for text in self.stop_strings:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
-                raise _refusal("stop", text, f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
+            if not is_unicode(text) or not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
+                raise _refusal("stop", text, f"strings of 1 to {MAX_STOP_STRING_LENGTH} Unicode characters")
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
 
     def _check_processors(self) -> None:
@@ -225,13 +226,14 @@ class SamplingParams:
             for token_id, value in biases.items():
                 _check_number("logit_bias", token_id, TOKEN_IDS)
                 _check_number("logit_bias", value, BIASES)
+            biases = {token_id: float(value) for token_id, value in biases.items()}
             object.__setattr__(self, "logit_bias", biases)
         if not isinstance(self.bad_words, (list, tuple, type(None))):
             raise _refusal("bad_words", self.bad_words, "a list of strings and None")
         _check_count("bad_words", self.bad_words or (), MAX_BAD_WORDS, "words")
         for word in self.bad_words or ():
-            if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
-                raise _refusal("bad_words", word, f"strings of 1 to {MAX_BAD_WORD_LENGTH} characters")
+            if not is_unicode(word) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+                raise _refusal("bad_words", word, f"strings of 1 to {MAX_BAD_WORD_LENGTH} Unicode characters")
 
 
 def _check_token_ids(name: str, token_ids: object, most: int) -> None:

@@ -17,9 +17,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from rose_backend.engine.request import ProcessedInput
 
 _BLOCK_TOKENS = 32
-"""Beginnings are compared in whole blocks of this many tokens."""
-_MAX_BLOCKS = 1 << 17
-"""Blocks whose replicas are known; those that no prompt had for longest are forgotten."""
+"""Beginnings are compared in whole blocks of this many tokens, and from 512 tokens on at each further eighth of their
+length: 60 places in a prompt of 131,072 tokens, so that no prompt holds the event loop up."""
+_MAX_BLOCKS = 1 << 16
+"""Beginnings whose replicas are known; those that no prompt had for longest are forgotten."""
 _MAX_EXTRA_REQUESTS = 8
 _MAX_EXTRA_SHARE = 0.5
 """A replica that knows a prompt may have this many requests, or this share of the mean, more than the least busy."""
@@ -32,7 +33,7 @@ class PrefixMap(Generic[Replica]):
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        # By the digest of a block and all before it; the block that was used last is at the end.
+        # By the digest of a beginning; the one that was used last is at the end.
         self._owners: OrderedDict[bytes, set[Replica]] = OrderedDict()
         self._num_prompts: Counter[Replica] = Counter()
 
@@ -66,7 +67,7 @@ class PrefixMap(Generic[Replica]):
                 del self._owners[key]
 
     def _num_known(self, keys: Sequence[bytes], replica: Replica) -> int:
-        """Return how many leading blocks a replica has had."""
+        """Return how many of the beginnings a replica has had, from the shortest on."""
         for count, key in enumerate(keys):
             if replica not in self._owners.get(key, ()):
                 return count
@@ -74,13 +75,15 @@ class PrefixMap(Generic[Replica]):
 
 
 def _block_keys(prompt: ProcessedInput) -> list[bytes]:
-    """Return a digest for each whole block of a prompt, of all tokens up to its end."""
+    """Return digests of a prompt's beginnings, the shortest first."""
     # Prefixes are shared within a namespace, and with the same adapter, only.
-    digest = blake2b(prompt.namespace + b"%d" % prompt.lora_id, digest_size=16)
-    keys = []
-    for end in range(_BLOCK_TOKENS, len(prompt.token_ids) + 1, _BLOCK_TOKENS):
-        digest.update(prompt.token_ids[end - _BLOCK_TOKENS : end].tobytes())
+    digest = blake2b(b"%d %s" % (prompt.lora_id, prompt.namespace), digest_size=16)
+    keys, start, end = [], 0, _BLOCK_TOKENS
+    while end <= len(prompt.token_ids):
+        digest.update(prompt.token_ids[start:end].tobytes())
         keys.append(digest.digest())
+        num_blocks = max(end // (8 * _BLOCK_TOKENS), 1)
+        start, end = end, end + num_blocks * _BLOCK_TOKENS
     return keys
 
 
@@ -121,7 +124,9 @@ class PrefixRouter(RequestRouter):
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count it as ended, however it ended."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._loads[replica_id] -= 1
+        # Not of a replica that has been forgotten meanwhile.
+        if replica_id in self._loads:
+            self._loads[replica_id] -= 1
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that has died."""

@@ -35,8 +35,8 @@ from rose_backend.engine.client import EngineClient, OutputStream
 from rose_backend.engine.messages import PromptPiece, Ready, Update
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, end_serving
-from rose_backend.engine.remote_engine import RemoteEngine
-from rose_backend.engine.request import InputProcessor, LoRARequest, ProcessedInput
+from rose_backend.engine.remote_engine import MAX_UNREAD_BYTES, RemoteEngine, num_waiting_bytes
+from rose_backend.engine.request import LoRARequest, ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, RequestError
@@ -136,8 +136,12 @@ class EngineReplica:
 
     async def unload_adapter(self, lora_id: int) -> None:
         """Do what ``EngineClient.unload_adapter`` does."""
-        if self._adapters.pop(lora_id, None) is not None:
-            self._engine.unload_adapter(lora_id)
+        loading = self._adapters.pop(lora_id, None)
+        if loading is not None:
+            # The engine must not hear of it before it has loaded it.
+            with suppress(RequestError):
+                await asyncio.shield(loading)
+                self._engine.unload_adapter(lora_id)
 
     async def check_health(self) -> None:
         """Tell Ray Serve, by an error, that this replica has to be replaced."""
@@ -212,13 +216,7 @@ class ReplicatedEngine(EngineClient):
         self.config = EngineConfig(**ready.options)
         self.num_blocks = ready.num_blocks
         """Of each replica."""
-        self.input_processor = InputProcessor(
-            tokenizer,
-            vocab_size=ready.vocab_size,
-            max_model_len=ready.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            seed=self.config.seed,
-        )
+        self.input_processor = ready.input_processor(tokenizer)
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
         # The latest of each replica, also of those that have ended: what was counted stays counted.
@@ -228,11 +226,23 @@ class ReplicatedEngine(EngineClient):
         self._adapters: dict[int, LoRARequest] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[Any]] = set()
+        # Memory of the requests that no replica has begun to answer.
+        self._num_waiting_bytes = 0
+        self._has_room = asyncio.Event()
 
     async def start(self) -> None:
         """Serve requests of the running event loop."""
         self._start_task(self._watch_replicas())
         begin_serving()
+
+    async def wait_for_room(self) -> None:
+        """Do what ``EngineClient.wait_for_room`` does."""
+        self._check_running()
+        while self._num_waiting_bytes > MAX_UNREAD_BYTES:
+            self._has_room.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_room.wait(), _STATUS_S)
+            self._check_running()
 
     async def counters(self) -> Counters:
         """Return the sums of all replicas; of KV cache usage, their mean."""
@@ -244,12 +254,21 @@ class ReplicatedEngine(EngineClient):
         return _sum_counters(self._counters.values(), self._loads)
 
     async def load_adapter(self, lora: LoRARequest) -> None:
-        """Load an adapter in all replicas; one that starts later loads it with its first prompt."""
+        """Load an adapter in all replicas; one that starts later loads it with its first prompt.
+
+        Raises:
+            RequestError: a replica cannot load it; no other keeps it.
+            EngineDeadError: no replica has answered.
+        """
         self._check_running()
-        for answer in await self._tell_all("load_adapter", lora):
-            # A replica that ends now has been replaced when the next prompt comes.
+        answers = await self._tell_all("load_adapter", lora)
+        for answer in answers:
             if isinstance(answer, RequestError):
+                self.unload_adapter(lora.lora_int_id)
                 raise answer
+        # A replica that ends now has been replaced when the next prompt comes.
+        if all(isinstance(answer, BaseException) for answer in answers):
+            raise EngineDeadError("no replica has loaded the adapter")
         self._adapters[lora.lora_int_id] = lora
 
     def unload_adapter(self, lora_id: int) -> None:
@@ -289,10 +308,14 @@ class ReplicatedEngine(EngineClient):
 
     async def _answer(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         """Let a replica compute the answer to a prompt, and put all of it into the stream."""
-        lora, is_over = self._adapters.get(prompt.lora_id), False
-        response = self._generate.remote(stream.request_id, lora, prompt=prompt._replace(prompt=None))
+        lora, is_over, response = self._adapters.get(prompt.lora_id), False, None
+        num_bytes = num_waiting_bytes(prompt)
+        self._num_waiting_bytes += num_bytes
         try:
+            response = self._generate.remote(stream.request_id, lora, prompt=prompt._replace(prompt=None))
             async for message in response:
+                self._make_room(num_bytes)
+                num_bytes = 0
                 if isinstance(message, RequestError):
                     is_over = True
                     stream.put(message)
@@ -303,13 +326,20 @@ class ReplicatedEngine(EngineClient):
                 elif stream.prompt_logprobs is not None:
                     stream.prompt_logprobs.write(message.first, message.words())
         except asyncio.CancelledError:
-            response.cancel()
+            if response is not None:
+                response.cancel()
             raise
         except Exception as error:
-            # Of Ray: the replica has ended, or cannot be reached any more.
+            # Of Ray: the replica has ended, cannot be reached any more, or has an error of its own.
             logger.error("request %s lost its replica: %s", stream.request_id, _first_line(error))
+        finally:
+            self._make_room(num_bytes)
         if not is_over:
-            stream.put(EngineDeadError("the replica that worked on the request has ended"))
+            stream.put(EngineDeadError("the replica that worked on the request has ended or failed"))
+
+    def _make_room(self, num_bytes: int) -> None:
+        self._num_waiting_bytes -= num_bytes
+        self._has_room.set()
 
     async def _watch_replicas(self) -> None:
         """Keep ``is_stalled`` up to date: true while no replica runs."""

@@ -153,6 +153,20 @@ def test_outputs(has_logprobs: bool) -> None:
         assert isinstance(update.completions[0].logprobs[0][5], Logprob)
 
 
+def test_values_of_a_callers_own_classes_are_plain_ones() -> None:
+    class Text(str):
+        pass
+
+    class Number(float):
+        pass
+
+    params = SamplingParams(stop=[Text("a")], temperature=Number(0.5), logit_bias={3: 10**29})
+    processed = ProcessedInput(0, None, np.arange(3, dtype=np.int32), params, b"", [], b"", 0)
+    sent = sent_to_engine(Add.of("id", processed)).processed().params
+    assert (sent.stop, sent.temperature, sent.logit_bias) == (["a"], 0.5, {3: 1e29})
+    assert type(sent.stop[0]) is str and type(sent.temperature) is float
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     completion = CompletionOutput(np.int64(0), "a", [np.int32(5)], None, np.float64(-0.5))
     output = RequestOutput("one", None, [1], [completion])

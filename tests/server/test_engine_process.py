@@ -148,7 +148,7 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 100 * remote_engine._BYTES_PER_REQUEST
-    monkeypatch.setattr(remote_engine, "_MAX_UNREAD_BYTES", limit)
+    monkeypatch.setattr(remote_engine, "MAX_UNREAD_BYTES", limit)
     body = {"prompt": [[1, 2, 3]] * 64, "max_tokens": 2}
     with running_server(tiny_model_path, TWO) as server, ThreadPoolExecutor() as pool:
         engine, pid = server.engine, engine_process_of(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rose_backend.engine.sampling_params import SamplingParams
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
-from rose_backend.server.prefix_routing import PrefixMap
+from rose_backend.server.prefix_routing import PrefixMap, PrefixRouter, _block_keys
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 
@@ -44,11 +45,48 @@ def test_the_longest_beginning_counts() -> None:
 
 def test_namespaces_and_adapters_share_no_beginnings() -> None:
     prefixes: PrefixMap[str] = PrefixMap()
-    same = [prompt(0), prompt(0, namespace=b"key"), prompt(0, namespace=b"key2"), prompt(0, lora_id=1)]
-    homes = {prefixes.choose(each, {name: 0}) for each, name in zip(same, "abcd", strict=True)}
-    assert homes == set("abcd")
-    idle = dict.fromkeys("abcd", 0)
-    assert [prefixes.choose(each, idle) for each in reversed(same)] == list("dcba")
+    same = [
+        prompt(0),
+        prompt(0, namespace=b"key"),
+        prompt(0, namespace=b"key1", lora_id=2),
+        prompt(0, namespace=b"key", lora_id=12),
+        prompt(0, lora_id=1),
+    ]
+    homes = {prefixes.choose(each, {name: 0}) for each, name in zip(same, "abcde", strict=True)}
+    assert homes == set("abcde")
+    idle = dict.fromkeys("abcde", 0)
+    assert [prefixes.choose(each, idle) for each in reversed(same)] == list("edcba")
+
+
+def test_long_prompts_are_compared_at_few_places() -> None:
+    """All of them by the same ones, whatever comes after."""
+    keys = _block_keys(prompt(0, 131_072))
+    assert 50 < len(keys) < 70
+    for length in (31, 32, 600, 5000, 131_000):
+        shorter = _block_keys(prompt(0, length))
+        assert shorter == keys[: len(shorter)]
+    # At least seven eighths of a prompt count.
+    prefixes: PrefixMap[str] = PrefixMap()
+    for length in (5000, 100_000):
+        prefixes.choose(prompt(length, length), {"a": 0})
+        changed = prompt(length, length)
+        changed.token_ids[length * 7 // 8 :] += 1
+        assert prefixes.choose(changed, IDLE) == "a"
+        assert len(_block_keys(changed)) == len(_block_keys(prompt(length, length)))
+
+
+def test_requests_of_a_forgotten_replica_end_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("on_send_request", "on_request_completed", "on_replica_actor_died"):
+        monkeypatch.setattr(PrefixRouter.__base__, name, lambda *_: None)
+    router: Any = object.__new__(PrefixRouter)
+    router.initialize_state()
+    router.on_send_request("a")
+    router.on_send_request("a")
+    router.on_request_completed("a", "one")
+    assert router._loads == {"a": 1}
+    router.on_replica_actor_died("a")
+    router.on_request_completed("a", "two")
+    assert router._loads == {}
 
 
 @pytest.mark.parametrize(("others", "limit"), [(0, 8), (10, 18), (64, 102)])

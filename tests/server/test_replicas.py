@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
+from rose_backend.engine.client import EngineClient
+from rose_backend.engine.remote_engine import num_waiting_bytes
+from rose_backend.engine.request import LoRARequest, ProcessedInput
+from rose_backend.errors import EngineDeadError, RequestError
 from tests.server.live_server import is_alive, read_metric, wait_until
 from tests.server.test_serve_command import launched, run, serving
 from tests.support.adapters import NUM_TOKENS, AdapterCase, make_case
 from tests.support.patience import HANG_S
 
 pytest.importorskip("ray", reason="Ray is not installed")
+
+from rose_backend.server import replicas
+from rose_backend.server.replicas import EngineReplica, ReplicatedEngine
 
 BASE, ADAPTER = "base", "adapter 1"
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "600", "--max-num-seqs", "8")
@@ -310,3 +321,116 @@ def test_wrong_autoscaling_is_refused_at_once(
 ) -> None:
     assert run(str(tiny_model_path), "--replicas", value, "--uds", str(tmp_path / "socket")) == 2
     assert reason in capsys.readouterr().err
+
+
+class Pretended(ReplicatedEngine):
+    """Answers of replicas that are not there.
+
+    Args:
+        answers: of all replicas, to any call but the one that unloads an adapter.
+        generate: what Ray is asked for an answer to a prompt.
+    """
+
+    def __init__(self, answers: list[Any], generate: Any = None) -> None:
+        EngineClient.__init__(self, threading.Condition())
+        self.answers, self.unloaded = answers, list[int]()
+        self._adapters, self._tasks, self._others = {}, {}, set()
+        self._num_waiting_bytes, self._has_room = 0, asyncio.Event()
+        self._generate = SimpleNamespace(remote=generate)
+        self.input_processor = SimpleNamespace(make_prompt_logprobs=lambda prompt: None)  # type: ignore[assignment]
+
+    async def _tell_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        if method == "unload_adapter":
+            self.unloaded.append(*arguments)
+        return self.answers
+
+
+LORA = LoRARequest("one", 7, "/somewhere")
+PROMPT = ProcessedInput(0, None, np.arange(50, dtype=np.int32), SamplingParams(), b"", [], b"", 0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([None, RequestError("no such file")], RequestError),
+        ([], EngineDeadError),
+        ([OSError("gone"), OSError("gone")], EngineDeadError),
+        ([None, OSError("gone")], None),
+    ],
+)
+def test_an_adapter_is_loaded_where_replicas_say_so(
+    answers: list[Any], error: type[Exception] | None
+) -> None:
+    async def load() -> Pretended:
+        engine = Pretended(answers)
+        with ExitStack() if error is None else pytest.raises(error):
+            await engine.load_adapter(LORA)
+        await asyncio.sleep(0)
+        return engine
+
+    engine = asyncio.run(load())
+    assert (LORA.lora_int_id in engine._adapters) == (error is None)
+    # By those that have loaded it.
+    assert engine.unloaded == ([7] if error is RequestError else [])
+
+
+def test_an_adapter_is_unloaded_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(EngineReplica, "__del__")
+
+    async def unload() -> list[str]:
+        told, loaded = [], asyncio.Event()
+
+        async def load(lora: LoRARequest) -> None:
+            await loaded.wait()
+            told.append("load")
+
+        async def nothing() -> None:
+            pass
+
+        replica: Any = object.__new__(EngineReplica)
+        replica._adapters, replica._started = {}, nothing
+        replica._engine = SimpleNamespace(load_adapter=load, unload_adapter=lambda _: told.append("unload"))
+        loading = asyncio.ensure_future(replica.load_adapter(LORA))
+        await asyncio.sleep(0)
+        loading.cancel()
+        unloading = asyncio.ensure_future(replica.unload_adapter(7))
+        await asyncio.sleep(0)
+        loaded.set()
+        await unloading
+        return told
+
+    assert asyncio.run(unload()) == ["load", "unload"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_requests_that_no_replica_has_begun_take_room(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(replicas, "MAX_UNREAD_BYTES", num_waiting_bytes(PROMPT))
+
+    async def serve_some() -> None:
+        goes_on = asyncio.Event()
+
+        async def answer() -> Any:
+            await goes_on.wait()
+            yield RequestError("too long")
+
+        def generate(*_: Any, **__: Any) -> Any:
+            if fails:
+                raise OSError("Ray is gone")
+            return answer()
+
+        engine = Pretended([], generate)
+        streams = [engine.generate_deltas(PROMPT, request_id=str(each)) for each in range(2)]
+        outputs = [asyncio.ensure_future(anext(each)) for each in streams]
+        await asyncio.sleep(0.05)
+        # There is room for one.
+        waiting = asyncio.ensure_future(engine.wait_for_room())
+        await asyncio.sleep(0.05)
+        assert waiting.done() == fails
+        goes_on.set()
+        await asyncio.wait_for(waiting, HANG_S)
+        for output in outputs:
+            with pytest.raises(EngineDeadError if fails else RequestError):
+                await asyncio.wait_for(output, HANG_S)
+        assert engine._num_waiting_bytes == 0 and not engine._streams
+
+    asyncio.run(serve_some())
