@@ -330,7 +330,7 @@ class ReplicatedEngine(EngineClient):
                 response.cancel()
             raise
         except Exception as error:
-            # Of Ray: the replica has ended, cannot be reached any more, or has an error of its own.
+            # Of Ray: the replica has ended, cannot be reached any more, or failed.
             logger.error("request %s lost its replica: %s", stream.request_id, _first_line(error))
         finally:
             self._make_room(num_bytes)
