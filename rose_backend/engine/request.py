@@ -456,7 +456,8 @@ class InputProcessor:
             return found
         found, num_tokens = [], 0
         for word in words:
-            bare, spaced = (self._encode_bad_word(prefix + word.lstrip()) for prefix in ("", " "))
+            texts = (prefix + word.lstrip() for prefix in ("", " "))
+            bare, spaced = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
             if not bare:
                 raise _bad_words_refusal(f"{reprlib.repr(word)}, which has no tokens", "words with tokens")
             has_both = len(spaced) == len(bare) and spaced[0] != bare[0]
@@ -476,12 +477,6 @@ class InputProcessor:
             )
         self._last_bad_words = words, found
         return found
-
-    def _encode_bad_word(self, text: str) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        except RequestError as error:
-            raise _bad_words_refusal(reprlib.repr(text), "strings that are valid UTF-8") from error
 
     def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
         """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
