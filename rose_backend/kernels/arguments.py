@@ -738,7 +738,7 @@ class PackedLinear:
 
     @property
     def alternates(self) -> bool:
-        """Whether rows of the gate and of its factor take turns."""
+        """Whether rows of gate and up alternate in the weight of a gated MLP. Quantized weights keep their order."""
         return self.is_gated and isinstance(self.weight, torch.Tensor)
 
     @property
