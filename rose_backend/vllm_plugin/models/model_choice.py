@@ -28,7 +28,7 @@ from rose_backend.vllm_plugin.options import (
 )
 from rose_backend.vllm_plugin.plugin_logger import log_once
 
-_ROOM = "rose_backend.vllm_plugin.models"
+_PACKAGE = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
 EAGLE3_HEAD = "RoseEagle3LlamaForCausalLM"
 QWEN2_5_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
@@ -42,10 +42,10 @@ DECODERS = {
 }
 """vLLM's names, and Rose's for the same models with the standalone engine's layers."""
 MODEL_CLASSES = {
-    GPT2: f"{_ROOM}.gpt2:{GPT2}",
-    EAGLE3_HEAD: f"{_ROOM}.eagle3:{EAGLE3_HEAD}",
+    GPT2: f"{_PACKAGE}.gpt2:{GPT2}",
+    EAGLE3_HEAD: f"{_PACKAGE}.eagle3:{EAGLE3_HEAD}",
     **{
-        name: f"{_ROOM}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
+        name: f"{_PACKAGE}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
         for vllms, name in DECODERS.items()
     },
 }
