@@ -1,13 +1,12 @@
-"""Adaptive drafts: chooses for each step between all ``num_speculative_tokens`` drafts and none, by tokens per second.
+"""Chooses whether a step has all drafts that are asked for or none, whichever gives more tokens per second.
 
-Both engines use ``DraftDepth``. To change which steps have drafts, start here; to change what is drafted, see
-``kernels/decode_step/drafts.py`` (n-grams, standalone engine) or vLLM's own drafters.
+Both engines use it.
 
-A step that verifies drafts takes longer than one without, and yields more tokens if enough drafts are accepted. How
-much longer depends on the number of running requests; how many are accepted depends on the text. Both are measured
-while the engine runs. In steps without drafts, ``ShadowDrafts`` looks up on the CPU which n-grams would have been
-drafted, for one request at a time, and compares them with what the model then generates. What a head would draft is
-known only from trials: a few steps with drafts now and then.
+A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
+much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
+engine runs. Without drafts, n-grams that would have been drafted are looked up for one request at a time, on the CPU,
+and compared with what the model writes. What a head would draft is known from trials alone: a few steps with drafts now
+and then.
 """
 
 from __future__ import annotations
@@ -23,50 +22,47 @@ from numpy.typing import NDArray
 Tokens = list[int] | NDArray[np.signedinteger[Any]]
 _Request = TypeVar("_Request")
 
-_STEPS_BETWEEN_DECISIONS = 8
-"""Outputs that arrive right after a change still belong to steps before it, so the next decision waits this long."""
+_STEPS_BETWEEN_LOOKS = 8
+"""Steps between two decisions: outputs that arrive right after a change are of steps before it."""
 _MIN_TIMES, _MAX_TIMES = 4, 15
-"""Fewest and most step times of which a median is taken."""
+"""Times of steps that a median is taken of."""
 _TRIAL_STEPS, _MAX_COST = 10, 0.01
-"""Approximate length of a trial in steps, and the share of all tokens that trials may cost. Trials are repeated because
-times change: contexts grow, and other work on the GPU comes and goes."""
+"""Steps of a trial, about, and the share of its tokens that an engine may lose by trials. The number of drafts that is
+not in use is timed again when one is worth it: contexts have grown, or others use the GPU no more."""
 _STEPS_BETWEEN_TRIALS = (100, 20_000)
-"""Fewest and most steps between two trials."""
+"""At least, and at most."""
 _MAX_TRIAL_STEPS = 50
-"""A trial is given up after this many steps. Only steps without prompts are timed, and there may be none."""
+"""After which a trial is given up: steps with prompts are not timed."""
 _MIN_GAIN = 1.02
-"""The other depth is chosen only if it is better by this factor, so that noise changes nothing."""
+"""By which the number of drafts that is not in use must be better, so that noise changes nothing."""
 _NUM_OBSERVED = 32
 """Steps over which accepted drafts are averaged; older ones fade."""
 _MAX_TOKENS_LOOKED_AT = 8192
-"""Last tokens of a request in which ``ShadowDrafts`` looks for n-grams; this takes the CPU 0.15 to 0.4 ms."""
+"""Last tokens of a request that drafts are looked up in, which takes the CPU 0.15 to 0.4 ms."""
 
 
 class _Trial(NamedTuple):
-    """A trial in progress: some steps with the other depth, to time them."""
+    """The other number of drafts is in use, to time it."""
 
     depth: int
-    """The depth before the trial, to compare with."""
+    """The number before."""
     seconds: float
-    """Time of a step with that depth."""
+    """What a step took with it."""
     begin: int
-    """Step at which the trial began, see ``DraftDepth._num_steps``."""
+    """When it began, as ``DraftDepth`` counts."""
 
 
 class _Comparison(NamedTuple):
-    """Result of the latest trial with batches of one size."""
+    """Both kinds of steps of batches of one size, timed one after the other."""
 
     seconds: dict[int, float]
-    """Time of a step, by depth."""
+    """By number of drafts."""
     num_steps: int
-    """Step at which the trial ended, see ``DraftDepth._num_steps``."""
+    """When it was made, as ``DraftDepth`` counts."""
 
 
 class DraftDepth:
-    """Chooses the depth, the number of drafts of each request: 0 or ``num_drafts``, whichever is faster.
-
-    Call ``choose`` once per step, ``note_time`` and ``note_accepted`` when outputs arrive. Batches are grouped by size,
-    the bit length of the number of requests.
+    """Chooses how many drafts requests get, 0 or ``num_drafts``, by the tokens per second that either gives.
 
     Args:
         num_drafts: ``num_speculative_tokens``.
@@ -74,18 +70,15 @@ class DraftDepth:
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self._depth = num_drafts
-        # Times of the latest steps in seconds, by depth and size.
+        # By number of drafts and size of the batch, in powers of two.
         self._times = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=_MAX_TIMES))
-        # By size.
         self._comparisons: dict[int, _Comparison] = {}
         self._trial: _Trial | None = None
-        # First step of the next trial of a size whose last trial was given up.
+        # By size, where a trial was given up.
         self._next_trials: dict[int, int] = {}
-        # Average of accepted drafts per request and step, and the number of steps in it, at most _NUM_OBSERVED.
         self._num_accepted, self._num_observed = 0.0, 0
-        # Steps so far; those of them with drafts; the step of the next decision.
-        self._num_steps = self._num_drafted = self._next_decision = 0
-        # Size of the batch, and the last step whose batch had exactly this size.
+        self._num_steps = self._num_drafted = self._next_look = 0
+        # Of the batch, and the last step in which it had that.
         self._size = self._last_of_size = 0
 
     def __str__(self) -> str:
@@ -95,26 +88,23 @@ class DraftDepth:
         )
 
     def choose(self, num_requests: int) -> int:
-        """Return the depth of the step to be scheduled, after which ``num_requests`` run."""
+        """Return how many drafts are made in the step to be scheduled, after which ``num_requests`` run."""
         self._num_steps += 1
-        has_changed = self._note_size(num_requests.bit_length())
-        if self._num_steps >= self._next_decision or has_changed:
-            self._next_decision = self._num_steps + _STEPS_BETWEEN_DECISIONS
+        has_changed = self._has_another_size(num_requests.bit_length())
+        if self._num_steps >= self._next_look or has_changed:
+            self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
             if self._is_other_better(self._size) or self._is_trial_due(self._size):
                 self._depth = self.num_drafts - self._depth
         self._num_drafted += self._depth > 0
         return self._depth
 
-    def _note_size(self, size: int) -> bool:
-        """Note the size of the batch; return whether it counts as changed.
+    def _has_another_size(self, size: int) -> bool:
+        """Whether the batch has another size from now on: about twice another one, or not only for some steps.
 
-        A neighboring size counts only after some steps, any other at once. A change cancels the trial in progress and
-        forgets the times of earlier batches of the new size.
+        What was begun with the size before is over, and what this size took at an earlier time is forgotten.
         """
         is_near = abs(size - self._size) < 2
-        if size == self._size or (
-            is_near and self._num_steps - self._last_of_size < _STEPS_BETWEEN_DECISIONS
-        ):
+        if size == self._size or (is_near and self._num_steps - self._last_of_size < _STEPS_BETWEEN_LOOKS):
             self._last_of_size = self._num_steps if size == self._size else self._last_of_size
             return False
         self._size, self._last_of_size = size, self._num_steps
@@ -125,12 +115,11 @@ class DraftDepth:
         return True
 
     def _seconds_here(self, size: int) -> float | None:
-        """Return the median time of a step with the current depth; None if too few have been timed."""
+        """Return what a step takes with the present number of drafts; None if that is not known."""
         times = self._times[self._depth, size]
         return median(times) if len(times) >= _MIN_TIMES else None
 
     def _is_other_better(self, size: int) -> bool:
-        """Whether to switch to the other depth. Ends a trial in progress if it has its times, or has taken too long."""
         here, trial = self._seconds_here(size), self._trial
         if trial is not None:
             if here is None:
@@ -145,13 +134,13 @@ class DraftDepth:
             )
         if not self._comparisons:
             return False
-        # A size without a comparison of its own takes the most similar size's.
+        # Batches of a size that has not been seen take what the most similar one takes.
         nearest = min(self._comparisons, key=lambda other: abs(other - size))
         rates = self._rates(self._comparisons[nearest])
         return rates[self.num_drafts - self._depth] > _MIN_GAIN * rates[self._depth]
 
     def _is_trial_due(self, size: int) -> bool:
-        """Whether to try the other depth now. If so, the trial begins."""
+        """Whether to try the other number of drafts; then note what a step takes with the present one."""
         here, known = self._seconds_here(size), self._comparisons.get(size)
         if here is None or self._trial is not None or not self._num_observed:
             return False
@@ -162,12 +151,12 @@ class DraftDepth:
         self._trial = _Trial(self._depth, here, self._num_steps)
         self._times[self.num_drafts - self._depth, size].clear()
         if self._depth == 0:
-            # Drafts accepted in the trial shall outweigh those that were only looked up.
+            # What is accepted then counts for more than what was only looked up.
             self._num_observed = min(self._num_observed, _MIN_TIMES)
         return True
 
     def _steps_until_trial(self, known: _Comparison) -> float:
-        """Return after how many steps another trial costs no more than ``_MAX_COST``, judged by the last one."""
+        """Return after how many steps another trial is worth what it costs, by the last one."""
         rates, other = self._rates(known), self.num_drafts - self._depth
         lost = max(1.0 - rates[other] / rates[self._depth], 0.0)
         num_steps = _TRIAL_STEPS * known.seconds[other] / known.seconds[self._depth] * lost / _MAX_COST
@@ -175,27 +164,27 @@ class DraftDepth:
         return min(max(num_steps, least), most)
 
     def _rates(self, known: _Comparison) -> dict[int, float]:
-        """Return the tokens per second of each request, by depth."""
+        """Return the tokens per second of each request, by number of drafts."""
         accepted = self._num_accepted
         return {depth: (1.0 + accepted * (depth > 0)) / seconds for depth, seconds in known.seconds.items()}
 
     def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
-        """Note the time of a step that only decoded: ``num_requests`` requests with ``depth`` drafts each."""
+        """Note how long a step took in which ``num_requests`` decoded, with ``depth`` drafts each, and nothing else."""
         self._times[depth, num_requests.bit_length()].append(seconds)
 
     def note_accepted(self, num_accepted: float) -> None:
-        """Note how many drafts of a request a step accepted, or would have accepted: the mean over its requests."""
+        """Note how many drafts of a request were accepted in a step, or would have been; a mean of requests."""
         self._num_observed = min(self._num_observed + 1, _NUM_OBSERVED)
         self._num_accepted += (num_accepted - self._num_accepted) / self._num_observed
 
 
 class ShadowDrafts(Generic[_Request]):
-    """Looks up which drafts an n-gram lookup would have made for a request, and counts how many were right.
+    """Looks up what would have been drafted for a request, and counts how much of it the model then writes.
 
     Args:
         num_drafts: ``num_speculative_tokens``.
         min_n, max_n: ``prompt_lookup_min`` and ``prompt_lookup_max``.
-        tokens_of: returns all known tokens of a request, prompt and output; None if it is no longer running.
+        tokens_of: returns all known tokens of a request, prompt and output; None if it runs no more.
     """
 
     def __init__(
@@ -209,9 +198,9 @@ class ShadowDrafts(Generic[_Request]):
         self._start = 0
 
     def look(self, requests: Sequence[_Request]) -> int | None:
-        """Return how many leading drafts of the current request were right, once it has generated enough tokens.
+        """Return how many drafts were right of the request looked at, once it has as many more tokens; else None.
 
-        None before that. Afterwards, or if it no longer runs, the next of these ``requests`` becomes the current one.
+        Then, or if it runs no more, the next one of these ``requests`` has its turn.
         """
         num_right = None
         if self._request is not None and (known := self._tokens_of(self._request)) is not None:
@@ -232,13 +221,13 @@ class ShadowDrafts(Generic[_Request]):
 
 
 def look_up(tokens: NDArray[np.signedinteger[Any]], num_drafts: int, min_n: int, max_n: int) -> list[int]:
-    """Return the drafts, ``num_drafts`` of them, that vLLM's n-gram lookup makes after ``tokens``, [T].
+    """Return the drafts that vLLM's lookup by n-grams makes after ``tokens``, [T].
 
-    They are the tokens after the last earlier occurrence of the longest suffix of ``tokens``, of ``min_n`` to ``max_n``
-    tokens, that occurs earlier at all. Drafts that are missing repeat the last token.
+    They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that
+    ``tokens`` end with. What is missing is the last token again.
     """
     num_tokens = start = len(tokens)
-    # Ends of earlier occurrences of the suffix of n tokens; each is also one of the suffix of n - 1.
+    # Where n-grams end that equal the last one. Those of n tokens are among those of n - 1.
     ends = 1 + np.flatnonzero(tokens[:-1] == tokens[-1])
     for n in range(1, max_n + 1):
         if n > 1:

@@ -92,9 +92,9 @@ class FastOutputs:
     """Requests of one step whose sampled tokens are appended and sent without vLLM's per-request code.
 
     Args:
-        requests: decodes of the step, ``num_tokens`` tokens each.
-        constants: theirs, in the same order; requests whose outputs carry more than tokens are left to vLLM.
-        num_tokens: 1, plus the number of drafts.
+        requests: that compute ``num_tokens`` tokens each.
+        constants: of each of them; requests that need more than their tokens are left to vLLM.
+        num_tokens: one, and the drafts.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FastOutputs:
         return AppendedTokens(request_ids, counts, self._by_client(appends, outputs))
 
     def _extend(self, appends: list[Any], sampled: list[list[int]], num_placeholders: int) -> list[int]:
-        """Append accepted tokens and uncount rejected drafts; return how many tokens each request got."""
+        """Append what was accepted and take back what was rejected; return how many tokens each request got."""
         num_tokens, num_placeholders = self._num_tokens, num_placeholders * self._num_tokens
         counts = list(map(len, sampled))
         for (request, extend_output, extend_all), tokens, count in zip(appends, sampled, counts, strict=True):
@@ -208,7 +208,7 @@ class FastOutputs:
         return True
 
     def _stop_nothing(self, sampled: list[list[int]]) -> bool:
-        """Whether each request has tokens (exactly one without drafts), none of which may stop it."""
+        """Whether each row has tokens, one without drafts, and none that may stop a request."""
         if self._num_tokens > 1:
             return all(sampled) and self._stop_token_ids.isdisjoint(chain.from_iterable(sampled))
         try:

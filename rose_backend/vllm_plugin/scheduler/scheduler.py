@@ -518,7 +518,7 @@ class BatchedScheduling(Scheduler):
             num_requests = len(step.output.num_scheduled_tokens)
             tokens_per_request, rest = divmod(step.output.total_num_scheduled_tokens, num_requests)
             depth = tokens_per_request - 1
-            # Only steps in which all requests have the same number of drafts.
+            # Not where some have drafts and others have none.
             if not rest and depth in (0, self.num_spec_tokens):
                 self._last_depth = depth
                 if depth == last_depth:

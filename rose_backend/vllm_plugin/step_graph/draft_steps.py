@@ -1,14 +1,14 @@
 """Steps of decodes with drafts as replays: a prologue, vLLM's own graph of the layers, an end, and the drafter's.
 
-Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end
-computes the logits of every token and runs vLLM's own rejection sampler, which accepts some of the drafts and samples
-one token after them; it updates the state. Then vLLM's own drafter proposes the next drafts and leaves them where the
-next prologue reads them: an n-gram lookup inside the end, an EAGLE head in further replays (``head_steps.py``). So the
-device knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and learns of
-rejections when it reads the tokens. All state is vLLM's, and complete after every step.
+Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end has
+the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token after
+them; it moves the state on. Then vLLM's own drafter proposes the next drafts, which stay where the next prologue finds
+them: a lookup of n-grams within the end, an EAGLE head in further replays (``head_steps.py``). So the device
+knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and learns of the
+others when it reads the tokens. All state is vLLM's, and complete after every step.
 
-vLLM's kernels are captured as they are. vLLM keeps their parameters (temperature, seed) in buffers that alternate
-between steps, so they are copied to fixed addresses when the batch changes.
+vLLM's kernels are captured as they are. What they need of each request (temperature, seed) takes turns in vLLM's
+memory, so it is copied to fixed addresses when the batch changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_HEAD_BYTES = 512 << 20
 
 
 def max_num_logits(runner: Any) -> int:
-    """Return the largest number of tokens for which the end of a replayed step computes logits."""
+    """Return for how many tokens at most the ends of replayed steps compute logits."""
     num_drafts = runner.decode_query_len - 1
     if num_drafts == 0:
         return int(runner.max_num_reqs)
@@ -52,11 +52,11 @@ def max_num_logits(runner: Any) -> int:
 
 
 class DraftSteps(WholeSteps):
-    """Steps in which every request decodes and verifies all its drafts, which an n-gram lookup proposes.
+    """Steps in which every request decodes, with as many drafts as are asked for; they are n-grams.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2) with drafts, its graphs captured, for which
-            ``why_engine_is_not_replayed`` is None.
+        runner: vLLM's ``GPUModelRunner`` (V2) with drafts, its graphs captured, without
+            ``why_engine_is_not_replayed``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -295,16 +295,15 @@ class DraftSteps(WholeSteps):
 
 
 class AdaptiveSteps:
-    """Dispatches each step to ``without`` or ``with_all``, by the number of drafts that the scheduler has chosen.
-
-    Steps in which only some requests have drafts are vLLM's.
+    """Steps with all drafts or with none, one by one, as the scheduler chooses. Steps between the two are vLLM's.
 
     Args:
         without: steps without drafts.
-        with_all: steps with all drafts; made after ``without``, whose ``compute_logits`` they wrap.
+        with_all: steps with all of them, made later: they wrap the product with the model's head that the others have
+            wrapped.
 
     Attributes:
-        stream: the one that both were captured on.
+        stream: that both kinds were captured on.
     """
 
     def __init__(self, without: StepGraphs, with_all: DraftSteps) -> None:
@@ -332,7 +331,7 @@ class AdaptiveSteps:
         has_drafts = bool(output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule)
         steps: WholeSteps = self._with if has_drafts else self._without
         if steps is not self._last:
-            self._last.forget_batch()
+            self._last.disarm()
             self._last = steps
         return steps.launch(output)
 
@@ -341,6 +340,6 @@ class AdaptiveSteps:
         return self._last.take_output(grammar_output)
 
     def note_vllm_step(self) -> None:
-        """See ``WholeSteps.note_vllm_step``."""
+        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
         self._with.note_vllm_step()
         self._without.note_vllm_step()

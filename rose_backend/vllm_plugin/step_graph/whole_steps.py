@@ -132,7 +132,7 @@ class WholeSteps(ABC):
         if self._pending is not None or self._waiting is not None:
             raise IntegrityError("step graph: the step before was never asked for its tokens")
 
-    def forget_batch(self) -> None:
+    def disarm(self) -> None:
         """Forget which batch the graphs' rows hold: steps of another kind are about to change its requests' state.
 
         Raises:

@@ -481,7 +481,7 @@ def compare(
                 told.append(steps.take_output(None).get_output().sampled_token_ids)  # type: ignore[union-attr]
             else:
                 if runner is runners[0] and following == now:
-                    (with_all if now or without is None else without).forget_batch()
+                    (with_all if now or without is None else without).disarm()
                 elif runner is runners[0]:
                     assert not steps.launch(output)
                 told.append(runner.own_step(output))
