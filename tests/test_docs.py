@@ -497,6 +497,14 @@ QUESTIONS = [
     ("client disconnects", "server", "rose_backend/engine/core.py", "EngineCore.end"),
     ("new activation", "kernels", "rose_backend/kernels/linear/small_batch_linear.py", "_finish"),
     ("new activation", "layers", "rose_backend/layers/linear.py", "ResidualStream"),
+    ("new weight format", "layers", "rose_backend/models/quantization.py", "read_quantization"),
+    ("new weight format", "layers", "rose_backend/vllm_plugin/models/int4_weights.py", "int4_scheme"),
+    (
+        "decode step, from vLLM's scheduler",
+        "vllm_plugin",
+        "rose_backend/vllm_plugin/step_graph/whole_steps.py",
+        "WholeSteps.launch",
+    ),
 ]
 
 

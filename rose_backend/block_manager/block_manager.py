@@ -312,7 +312,7 @@ class BlockManager(Books):
             self.table.check_active(rows)
             copy_to_checkpoints(self, self.states, rows)
 
-    def let_go_of_passed(self, rows: IntArray) -> None:
+    def release_passed_blocks(self, rows: IntArray) -> None:
         """Release the blocks that the windows of rows have passed, as ``reserve`` does; they stay in the prefix cache.
 
         Steps that read them must be ordered before those that write what is reserved from now on.

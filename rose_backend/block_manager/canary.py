@@ -1,7 +1,8 @@
-"""What no step may write, and what none may read: the block manager's part of ``--kv-canary``.
+"""The block manager's part of ``--kv-canary``: which K/V no step may write, and which none may read.
 
-Between two checks nobody writes a token that is committed, for as long as its block keeps it, nor a block that is free.
-Free blocks are poisoned at a check, and cleared before the step whose rows hold them again.
+No step may write to a committed token while its block keeps it, or to a free block; this is compared from check to
+check (``kernels/kv/canary.py``). No step may read a free block: free blocks are poisoned with NaN at a check, and
+cleared before the step whose rows hold them again.
 """
 
 from __future__ import annotations

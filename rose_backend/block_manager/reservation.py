@@ -30,7 +30,8 @@ class Reservation:
     """Answer of ``BlockManager.reserve``."""
 
     ok: bool
-    """True: every row has its positions. False: nothing has changed, but for blocks that windows have passed."""
+    """True: every row has its positions. False: nothing has changed, except that blocks which windows have passed are
+    released."""
     servable: BoolArray
     """``[N]``; with ``ok`` False, rows that could be served together; a largest set if there is one group type."""
     num_new_blocks: int
@@ -261,7 +262,7 @@ def _no_next_block(rows: list[int]) -> RowError:
 
 
 def release_passed(books: Books, rows: Int64Array) -> None:
-    """See ``BlockManager.let_go_of_passed``."""
+    """See ``BlockManager.release_passed_blocks``."""
     block_ids = books.table.cut_passed(rows)
     if len(block_ids):
         writers = books.pool.writers

@@ -77,8 +77,8 @@ def settle_cache_keys() -> None:
 
 def kernel_modules() -> list[str]:
     """Return the names of all modules that may define ``triton.jit`` functions."""
-    room = rose_backend.kernels
-    return [info.name for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
+    package = rose_backend.kernels
+    return [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 
 
 def called_functions(function: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Grammars of structured outputs: compiled by a thread, followed token by token, and asked what may be drawn next.
 
-llguidance does all three. A mask is computed when it is needed, so that compiling takes milliseconds. Other requests
-wait while a grammar follows a token. So one that takes too long, as a highly ambiguous one does after a few hundred
-tokens, ends its own completion.
+llguidance does all three. It computes a mask only when it is needed, so compiling takes milliseconds. All requests of a
+step wait while a grammar follows a token. So a grammar that takes too long, as a highly ambiguous one may after a few
+hundred tokens, ends its completion.
 """
 
 from __future__ import annotations

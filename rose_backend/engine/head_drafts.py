@@ -1,11 +1,12 @@
 """Drafts that an EAGLE head makes, in the steps that verify them.
 
-Of each request the *features* of its last computed token are kept: what the head reads of the model's hidden states
-there. A step begins with the head at this place, given the newest token, whose keys and values it stores; with
-drafts it goes on from draft to draft. The model's hidden states of accepted drafts then replace the head's own.
-A step without drafts stores keys and values only, and so does a pass over prompts, where all but the last token are
-followed by a known one. So at every place before a request's last computed token the head's layer of the KV cache has
-what it would have if there were no drafts: hits, siblings and preempted requests find it there.
+For each request, the *features* of its last computed token are kept: the combination of the model's hidden states that
+the head reads. A step starts with the head at that position, with the newest token as input; it stores the head's keys
+and values there and, if the step has drafts, continues from draft to draft. After the layers, keys and values of
+accepted drafts are stored again, made from the model's hidden states instead of the head's own. Steps without drafts
+and passes over prompts only store keys and values; in a prompt, the token after each position is known except at the
+last. So at every position before a request's last computed token, the head's layer of the KV cache is the same as
+without drafts, and prefix hits, siblings and preempted requests can use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an API process and its engine process tell each other: msgpack of typed structs, each preceded by its length.
 
-Whoever reads a message makes of it nothing but the types below, whatever its bytes are. Values of requests and options
-were checked by the sender; types are checked again.
+Decoding creates only the types below, whatever the bytes are. The sender has checked the values of requests and
+options; types are checked again here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The output thread: makes texts, log-probabilities and outputs of tokens, so that the step loop never waits for text.
+"""The output thread makes texts, log-probabilities and outputs of tokens, so that the step loop never waits for text.
 
-``OutputProcessor`` does that and finds stop strings, ``OutputThread`` is the thread, and ``IncrementalDetokenization``
-says which tokens it gets before their completions end, and when.
+``OutputProcessor`` does the work and finds stop strings, ``OutputThread`` is the thread, and
+``IncrementalDetokenization`` decides which tokens it gets before their completions end, and when.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What an engine sets for the whole process while it works: garbage collection, the interpreter lock, memory, torch's
-threads. And how long the process has run, for what tells when a start began.
+"""Settings of the whole process while an engine serves: garbage collection, interpreter lock, memory, torch's threads.
+
+Also how long the process has been running, for reports of start-up times.
 
 torch is imported inside functions: the process that only serves HTTP uses this module, too, and never loads torch.
 """

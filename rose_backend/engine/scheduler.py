@@ -39,26 +39,26 @@ _ARRIVALS_PER_SLOT = 1 / 32
 
 
 class _Candidate(NamedTuple):
-    """Has a request slot and the blocks that the prefix cache supplies, but no new ones yet."""
+    """A completion about to be admitted: it has a request slot and its cached blocks, but no new blocks yet."""
 
     completion: Completion
     slot: int
     num_tokens: int
-    """That its first step computes."""
+    """Tokens that its first step computes."""
     num_cached_tokens: int
     num_new_blocks: int
-    """That its whole sequence needs."""
+    """Blocks that its whole sequence needs in addition."""
 
 
 class _Deferred(NamedTuple):
-    """Waits for a prefix that another prompt of this step computes. Its slots and blocks are kept for it."""
+    """What is kept free for a completion that waits for a prefix which another prompt of this step computes."""
 
     num_slots: int
     num_blocks: int
 
 
 class _Turn(NamedTuple):
-    """Somebody's, for whom there is no room before others are preempted."""
+    """A completion whose tenant is next, and those to be preempted to make room for it."""
 
     completion: Completion
     victims: list[Completion]
@@ -95,7 +95,7 @@ class Admission:
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
-        # Of several tenants: changes of the queue, free slots and blocks when nobody could take a turn.
+        # ``_resources`` when last no tenant could take a turn: it is not tried again before they have changed.
         self._no_turns: tuple[int, int, int] | None = None
         # The tenant that would have had a turn in the last step if others had left it tokens.
         self._left_out: bytes | None = None
@@ -131,7 +131,7 @@ class Admission:
         return self._may_admit_one(num_running)
 
     def _may_take_turn(self, num_running: int) -> bool:
-        """As ``may_admit``, of several tenants, of whom one may have to be preempted for another."""
+        """``may_admit`` for several tenants, where completions of one may be preempted for another."""
         if not self.waiting or not num_running:
             return bool(self.waiting)
         now = self._resources()
@@ -140,16 +140,17 @@ class Admission:
                 return False
             self._no_turns = None
         if now[1] < min(self._min_arrivals, len(self.waiting)):
-            # Who is to hold the most anyway waits until several are admitted together.
+            # Few slots are free: a tenant that would hold the most waits until several can be admitted together.
             first = self._in_turn()[0]
             return num_held_with(first, self.num_held) <= max(self.num_held.values())
         return True
 
     def _resources(self) -> tuple[int, int, int]:
+        """Return the number of changes of the queue, free slots, and free blocks."""
         return self.waiting.num_changes, self._manager.num_free_rows, self._manager.num_free_blocks
 
     def _in_turn(self) -> list[Completion]:
-        """Return those that may be next, the first in turn first; before them the one that had no tokens left."""
+        """Return the completions that may be next, in turn; a tenant that was left without tokens comes first."""
         turns = self.waiting.in_turn(self.num_held, self._max_num_seqs)
         if self._left_out is not None:
             turns.sort(key=lambda each: each.request.tenant != self._left_out)
@@ -168,12 +169,14 @@ class Admission:
         return True
 
     def find_turn(self, running_slots: Int32Array, num_blocks: int, num_tokens: int) -> _Turn | None:
-        """Return who is next but lacks room, and who is preempted for it; None where nobody has to be, or can.
+        """Return the next completion that lacks room, and whom to preempt for it.
+
+        None if the next one has room, or if no preemption can make room for any.
 
         Args:
             running_slots: ``[R]``, oldest first.
-            num_blocks: that running completions may take in the next step.
-            num_tokens: of that step, that are left for prompts.
+            num_blocks: blocks that running completions may take in the next step.
+            num_tokens: tokens of that step that are left for prompts.
         """
         manager, state = self._manager, self._state
         running = [state.completion(slot) for slot in running_slots.tolist()]
@@ -202,10 +205,10 @@ class Admission:
         return None
 
     def place(self, completion: Completion) -> tuple[Int32Array, int]:
-        """Give one its slot for which room was made.
+        """Admit a completion for which ``find_turn`` has named victims and these have been preempted.
 
         Returns:
-            ``[1]`` the slot, and how many tokens the prefix cache has supplied.
+            The slot, ``[1]``, and how many tokens the prefix cache has supplied.
         """
         self._in_flight_prefixes.new_step_starts()
         picked = self._pick(completion, len(completion.token_ids), 0, 0, is_first=False)
@@ -216,7 +219,7 @@ class Admission:
         return slots, num_cached
 
     def _take(self, completion: Completion) -> None:
-        """Take one out of the queue that gets its slots."""
+        """Move a completion out of the queue, into the slots that its tenant holds."""
         if counts_as_overtaking(completion, self.waiting.oldest, self.num_held):
             self.waiting.oldest.num_overtaken += 1
         self.waiting.remove(completion)

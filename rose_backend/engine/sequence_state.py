@@ -1,6 +1,6 @@
 """Everything a step needs to know about the running completions, as arrays indexed by request slot.
 
-``DeferredCommits`` keeps what the block manager has not been told of them yet.
+``DeferredCommits`` keeps the computed tokens that are not committed to the block manager yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a request wants its text to be: JSON, a match of a regular expression, one of some choices, or of a grammar.
+"""The constraint that a request puts on its text: JSON, a regular expression, a list of choices, or a grammar.
 
 Names and meaning are vLLM's. Everything that needs no tokenizer is checked here; ``grammars`` compiles the rest.
 """

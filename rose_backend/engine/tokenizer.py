@@ -1,12 +1,13 @@
 """Text to token ids and back, over a Hugging Face fast tokenizer.
 
-``Tokenizer`` is both. Decoders and their streams make text, all at once or token by token, the same either way;
-``Detokenizer`` finds stop strings in it, and ``TokenTexts`` says what log-probabilities call a token.
+``Tokenizer`` does both. Decoders make text from all tokens at once and their streams token by token, with the same
+result; ``Detokenizer`` finds stop strings in it, and ``TokenTexts`` makes the text of single tokens in
+log-probabilities.
 
-The text of an answer is what follows its prompt's whole characters. It is made token by token and never takes back what
-it has shown, so it is the same in streams and in whole answers. Text that is made in one call could differ: decoders of
-SentencePiece models make a run of byte tokens U+FFFD from its first to its last byte if it is not valid UTF-8 as a
-whole, also where its beginning is, and was shown.
+The text of an answer is what follows the last whole character of its prompt. It is made token by token, and what has
+been shown is never taken back, so streams and whole answers have the same text. Decoding all tokens in one library call
+could differ: decoders of SentencePiece models replace a whole run of byte tokens with U+FFFD if any part of it is
+invalid UTF-8, even if a stream has already shown its valid beginning.
 """
 
 from __future__ import annotations

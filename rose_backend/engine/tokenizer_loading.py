@@ -1,8 +1,8 @@
-"""A model's tokenizer as transformers builds it from all files in its directory, in a process that does without torch.
+"""Loads a model's tokenizer with transformers, in another process, which does not import torch.
 
-Which tokens there are, which of them are special and how a prompt begins is spread over up to a dozen files and depends
-on classes of transformers. Importing these takes 1.5 s without torch and three times as long with it, so that another
-process does it while this one loads a model, and hands over what only needs the tokenizers library.
+The vocabulary, the special tokens and the start of a prompt are spread over up to a dozen files and depend on classes
+of transformers. Importing these takes 1.5 s without torch and three times as long with it. So another process does it
+while this one loads the model, and returns a form that needs the tokenizers library alone.
 """
 
 from __future__ import annotations

@@ -2,17 +2,19 @@
 
 A tenant *holds* the slots of its running completions, and those kept for siblings that are split off later. One rule:
 
-    Next is the request whose tenant holds the fewest slots once it has them, of equals the one that waits longest. It
-    takes its turn only where it can be placed now, into what is free, or into what requests of other tenants give up
-    that hold at least as much afterwards. Nobody overtakes a request whose tenant would hold as little with it.
+    Next is the request whose tenant will hold the fewest slots, counting the request's own; ties go to the one that has
+    waited longest. It takes its turn only if it can be placed now, in free slots and blocks, or in those of preempted
+    completions of tenants that still hold at least as many slots afterwards. No request overtakes one whose tenant
+    would hold as few slots.
 
-``in_turn`` is the order, ``choose_victims`` decides who gives up what, completely and before anything is changed. With
-one tenant the order is that of arrival, and nobody is preempted.
+``in_turn`` makes the order, ``choose_victims`` names all completions to preempt before anything is changed. With one
+tenant the order is that of arrival, and none is preempted for a turn.
 
-Nobody starves: a request is overtaken by tenants that hold no more than its own tenant holds without it, so it is next
-at the latest when its tenant's running requests have ended. One that asks for several slots at once may be overtaken
-by others, too, as it waits for them to be free together; the oldest of all, by ``max_num_seqs`` of those at most, and
-``PATIENCE`` times as many if it wants more than its tenant's equal share: what is kept free for it, others lack.
+No request starves: it is overtaken only by tenants that hold no more slots than its own tenant does without it, so it
+is next, at the latest, when its tenant's running requests have ended. A request for several slots may be overtaken by
+others as well, while it waits for the slots to be free together: the oldest request by at most ``max_num_seqs`` of
+them, or ``PATIENCE`` times as many if it wants more than its tenant's equal share, since slots kept free for it are
+idle.
 """
 
 from __future__ import annotations

@@ -726,19 +726,19 @@ Weight = torch.Tensor | QuantizedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A linear layer, with the LayerNorm before it folded in where there is one. Made by ``pack_linear``."""
+    """A linear layer, with the LayerNorm before it folded in if there is one. Made by ``pack_linear``."""
 
     weight: Weight
-    """[O, E]. With ``is_gated`` a tensor has a row of the gate, one of its factor, the next of the gate, and so on;
-    others stay as they are stored, with the gate's rows first."""
+    """[O, E]. With ``is_gated``, rows of gate and up alternate in a 16-bit weight; a quantized weight stays as it is
+    stored, with all rows of gate first."""
     bias: torch.Tensor | None  # [O], with LayerNorm float32
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     is_gated: bool = False
-    """The result is ``silu(gate) * factor``, half as wide as the product."""
+    """The result is ``silu(gate) * up``, half as wide as the product."""
 
     @property
     def alternates(self) -> bool:
-        """Whether rows of the gate and of its factor take turns."""
+        """Whether rows of gate and up alternate in the weight of a gated MLP. Quantized weights keep their order."""
         return self.is_gated and isinstance(self.weight, torch.Tensor)
 
     @property

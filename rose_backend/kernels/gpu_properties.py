@@ -1,4 +1,4 @@
-"""What kernels need of their GPU: what they are chosen by, and scratch memory that stays where it is.
+"""The properties of a GPU by which kernels are chosen, and each engine's scratch memory (``Workspace``).
 
 Tensors on ``meta`` represent those of a GPU that kernels are compiled for without launching them
 (``compile_ahead/recorded_launches.py``).

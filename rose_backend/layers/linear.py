@@ -1,7 +1,7 @@
 """Linear layers, with the norm before and the residual add after them, and the MLP made of two.
 
-One file, as kernels fuse them: small batches compute norm, product and residual add together, and a norm does the
-residual add before it.
+They are in one file because kernels fuse them: small batches compute norm, product and residual add in one launch, and
+for other batches a norm includes the residual add before it. ``ResidualStream`` chooses between the two.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Norm:
     bias: torch.Tensor | None  # [E]
     eps: float
     packed: PackedNorm | None = None
-    """For small batches, before a packed layer; it shares the weight of RMSNorm. LayerNorm is folded into the layer:
-    ``weight`` and ``bias`` neither scale nor shift then."""
+    """The norm as a packed layer after it needs it, for small batches. RMSNorm's shares ``weight``. LayerNorm is folded
+    into that layer, and ``weight`` and ``bias`` are then 1 and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,16 @@ class Linear:
     """[E, O], any strides: library products take any. A quantized weight is [O, E]."""
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
-    """For small batches. ``weight`` is a view of its matrix then, with the rows of a gated MLP's parts in its order; a
-    quantized weight is the same one."""
+    """The layer for small batches. It shares memory with ``weight``, which therefore has its order of rows (see
+    ``PackedLinear.alternates``)."""
     adapters: Adapters | None = None
     many_rows: Callable[[torch.Tensor | QuantizedActivations], torch.Tensor] | None = None
-    """The product, bias included, of batches that are not small: the host's own, which alone may know what is in
-    ``weight`` where there is no packed layer, or ``int4_product``. None: a library's."""
+    """Returns the product of a batch that is not small, bias included, [T, O]: vLLM's own quantized product, or
+    ``int4_product``. None: a library multiplies by ``weight``. vLLM may keep ``weight`` in a layout that only its own
+    product can read; then there is no ``packed``."""
     quantization: InputQuantization | None = None
-    """How ``many_rows`` takes its input, too; without it, how the library's product of a ``Float8Weight`` does. None:
-    as it is alone."""
+    """How to quantize the input of ``many_rows``, or of a library's product by a ``Float8Weight``. None: the product
+    takes the input as it is."""
 
     @property
     def num_inputs(self) -> int:
@@ -149,8 +150,8 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
     """Prepare one linear layer for small batches, as ``pack_layer`` does all of a layer's.
 
     Args:
-        norm: the one in front, which is folded in if it is LayerNorm.
-        gated: it is the first one of a gated MLP.
+        norm: the norm before it, which is folded in if it is LayerNorm.
+        gated: whether it is the gate and up projection of a gated MLP.
     """
     weight = linear.weight.t() if isinstance(linear.weight, torch.Tensor) else linear.weight
     folded = None if norm is None or norm.bias is None else norm
@@ -194,13 +195,14 @@ class ResidualStream:
     """Hidden states of a step: layers read them through a norm and add to them.
 
     Args:
-        hidden: ``[T, E]``; written where the batch is small.
+        hidden: ``[T, E]``; written if the batch is small.
         switches: which operations are fused; results agree within rounding.
-        norm_input: what is left to the first packed norm; not None where the batch is small.
+        norm_input: the sums that the first packed norm needs of ``hidden``; required for a small batch.
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
-        all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
-        adapter_rows: of the layers' ``Adapters``; None: no token has an adapter.
+        all_reduce: sums over ranks what a layer adds; None: there is one rank. Excludes small batches, in which the
+            product itself adds to ``hidden``.
+        adapter_rows: LoRA slots of the step's tokens; None: no token has an adapter.
     """
 
     __slots__ = (
@@ -419,12 +421,12 @@ def compute_logits(
 
 
 def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
-    """Return whether to multiply the two halves of the inner dimension apart and to let the next norm sum them.
+    """Return whether to multiply the halves of the inner dimension separately, for the next norm to add.
 
-    A product of few rows has fewer tiles than the GPU has processors. The library splits its inner dimension then and
-    sums the parts in a separate launch, which the norm saves. So two halves must fit at once, and nearly fill the GPU.
-    In bfloat16 only: a half of float16 might be too large where the sum is not. Both halves rounded are as exact as a
-    whole product rounded.
+    A product of few rows has fewer tiles than the GPU has processors. The library then splits the inner dimension and
+    adds the parts in a launch of its own, which the norm can do on the side. It pays where the tiles of two halves fit
+    on the GPU together and nearly fill it. Not in float16, where a half may overflow although the sum does not.
+    Rounding both halves is as exact as rounding the whole product.
     """
     if x.device.type == "cpu" or x.dtype is not torch.bfloat16 or linear.bias is not None:
         return False

@@ -1,8 +1,8 @@
-"""What config.json says of weights that are stored in 8 or 4 bits.
+"""Reads ``quantization_config`` of config.json, for checkpoints with weights in 8 or 4 bits. (Inside vLLM, vLLM does.)
 
-Of float8 only how scales are stored depends on the format: an e4m3 number times its scale is the weight in all of them.
-How int4 formats store codes is said in ``rose_backend.kernels.linear.int4_formats``. Which matrices are quantized is
-seen by their tensors.
+Float8 formats differ only in how scales are stored: in all of them the weight is an e4m3 number times its scale. How
+int4 formats pack codes is in ``rose_backend.kernels.linear.int4_formats``. Which matrices are quantized follows from
+the tensors in the checkpoint (``models/streaming.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ UNUSED_SUFFIXES = (
     *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
     ".weight_shape",
 )
-"""Scales of activations, whose own are computed, and of K/V caches, by their older names, too; known shapes."""
+"""Tensors that are not read: scales of activations, which are computed instead; scales of K/V caches, under old and new
+names; shapes, which are known."""
 _FIELD = "config.json: quantization_config"
 
 
@@ -31,7 +32,7 @@ class _Quantization:
     """How matrices of a checkpoint are quantized."""
 
     ignored: tuple[str, ...] = ()
-    """Names or patterns of modules that are not."""
+    """Names or patterns of modules that are not quantized."""
 
     def ignores(self, module: str) -> bool:
         """Whether config.json says that a module is not quantized."""
@@ -43,8 +44,9 @@ class Float8Quantization(_Quantization):
     """How float8 matrices of a checkpoint are scaled."""
 
     scales: Literal["blocks", "rows", "tensor"]
+    """What has one scale: a block of 128 x 128, an output row, or the whole matrix."""
     scale_name: str
-    """Of the tensor beside ``weight``."""
+    """Name of the tensor of scales, beside ``weight``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,10 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
     """Return how weights are quantized; None if they are not.
 
     Args:
-        fields: of config.json.
+        fields: the fields of config.json.
 
     Raises:
-        ModelError: in a way that is not supported; the message names the field, and what is.
+        ModelError: they are quantized in an unsupported way; the message names the field and the supported values.
     """
     config = fields.get("quantization_config")
     if config is None:
@@ -142,7 +144,7 @@ def _read_packed(path: str, weights: Mapping[str, Any], ignored: tuple[str, ...]
     _require(path, weights, "type", "int", None)
     _require(path, weights, "symmetric", True, False, None)
     _require(path, weights, "dynamic", False, None)
-    # With others, columns that share a scale are no neighbors.
+    # With other values, the columns of a group are not adjacent.
     _require(path, weights, "actorder", None, False, "weight", "static")
     _require(path, weights, "strategy", "group", "channel")
     has_zeros = weights.get("symmetric") is False
@@ -172,14 +174,14 @@ def _read_gptq(config: Mapping[str, Any]) -> Int4Quantization:
     _require("", config, "checkpoint_format", "gptq", "gptq_v2", None)
     group_size = _group_size(config)
     if group_size is not None:
-        # Columns that share a scale would be no neighbors.
+        # The columns of a group would not be adjacent.
         _require("", config, "desc_act", False, None)
     form = GPTQ_V2 if config.get("checkpoint_format") == "gptq_v2" else GPTQ
     return Int4Quantization(form, group_size, config.get("sym") is not True)
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
-    """Return the columns that share a scale; None: all of a row's."""
+    """Return how many columns share a scale; None: all of a row's."""
     _require("", config, "group_size", *INT4_GROUPS, -1)
     return None if config["group_size"] == -1 else config["group_size"]
 
@@ -192,7 +194,7 @@ def _require(path: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> 
 
 
 def _names(fields: Mapping[str, Any], *places: str) -> tuple[str, ...]:
-    """Return the names of the first place that there is."""
+    """Return the list of names in the first of the fields ``places`` that is there; empty if none is."""
     for place in places:
         names = fields.get(place)
         if names is None:

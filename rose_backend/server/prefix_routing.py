@@ -1,6 +1,6 @@
-"""Which replica gets a prompt: one that has computed its beginning before, unless others have much less to do.
+"""Prefix-aware routing of prompts to replicas: the one that has computed the longest prefix, unless it is too busy.
 
-``PrefixMap`` is the policy; ``PrefixRouter`` is where Ray Serve asks for it, once per request, in the process that
+``PrefixMap`` is the policy. ``PrefixRouter`` applies it; Ray Serve calls it once per request, in the process that
 serves HTTP.
 """
 
@@ -17,33 +17,39 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from rose_backend.engine.request import ProcessedInput
 
 _BLOCK_TOKENS = 32
-"""Beginnings are compared in whole blocks of this many tokens, and from 512 tokens on at each further eighth of their
-length: 60 places in a prompt of 131,072 tokens, so that no prompt holds the event loop up."""
-_MAX_BLOCKS = 1 << 16
-"""Beginnings whose replicas are known; those that no prompt had for longest are forgotten."""
+"""A prompt's prefixes are hashed every 32 tokens, and past 512 tokens at steps of an eighth of the length so far. A
+prompt of 131,072 tokens has 60 such prefixes, so that no prompt holds up the event loop."""
+_MAX_PREFIXES = 1 << 16
+"""Prefixes to remember; the least recently used are forgotten first."""
 _MAX_EXTRA_REQUESTS = 8
 _MAX_EXTRA_SHARE = 0.5
-"""A replica that knows a prompt may have this many requests, or this share of the mean, more than the least busy."""
+"""A replica is too busy for a prompt whose prefix it knows if it has more requests under way than the least busy one:
+more than 8 more, and more than half of the mean more."""
 
 Replica = TypeVar("Replica", bound=Hashable)
 
 
 class PrefixMap(Generic[Replica]):
-    """Remembers which replicas have had which beginnings of prompts."""
+    """Remembers which replicas have computed which prefixes of prompts.
 
-    def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        # By the digest of a beginning; the one that was used last is at the end.
+    Args:
+        max_prefixes: prefixes to remember.
+    """
+
+    def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
+        self._max_prefixes = max_prefixes
+        # The replicas that have computed a prefix, by its digest; the most recently used one is last.
         self._owners: OrderedDict[bytes, set[Replica]] = OrderedDict()
+        # Prompts that each replica has got, which breaks ties.
         self._num_prompts: Counter[Replica] = Counter()
 
     def choose(self, prompt: ProcessedInput, loads: Mapping[Replica, int]) -> Replica:
-        """Return the replica for a prompt, and remember that it has its beginning from now on.
+        """Return the replica for a prompt, and remember that it has the prompt's prefixes from now on.
 
         Args:
-            loads: requests under way, of each replica that may be chosen; at least one.
+            loads: requests under way on each replica that may be chosen; at least one replica.
         """
-        keys = _block_keys(prompt)
+        keys = _prefix_digests(prompt)
         extra = max(_MAX_EXTRA_REQUESTS, _MAX_EXTRA_SHARE * sum(loads.values()) / len(loads))
         limit = min(loads.values()) + extra
         chosen = min(
@@ -54,7 +60,7 @@ class PrefixMap(Generic[Replica]):
         for key in keys:
             self._owners.setdefault(key, set()).add(chosen)
             self._owners.move_to_end(key)
-        while len(self._owners) > self._max_blocks:
+        while len(self._owners) > self._max_prefixes:
             self._owners.popitem(last=False)
         return chosen
 
@@ -67,16 +73,16 @@ class PrefixMap(Generic[Replica]):
                 del self._owners[key]
 
     def _num_known(self, keys: Sequence[bytes], replica: Replica) -> int:
-        """Return how many of the beginnings a replica has had, from the shortest on."""
+        """Return how many of the prefixes ``keys``, shortest first, a replica has computed without a gap."""
         for count, key in enumerate(keys):
             if replica not in self._owners.get(key, ()):
                 return count
         return len(keys)
 
 
-def _block_keys(prompt: ProcessedInput) -> list[bytes]:
-    """Return digests of a prompt's beginnings, the shortest first."""
-    # Prefixes are shared within a namespace, and with the same adapter, only.
+def _prefix_digests(prompt: ProcessedInput) -> list[bytes]:
+    """Return the digests of a prompt's prefixes, the shortest first; see ``_BLOCK_TOKENS``."""
+    # The engine's prefix cache shares prefixes only within a namespace and an adapter.
     digest = blake2b(b"%d %s" % (prompt.lora_id, prompt.namespace), digest_size=16)
     keys, start, end = [], 0, _BLOCK_TOKENS
     while end <= len(prompt.token_ids):
@@ -88,21 +94,24 @@ def _block_keys(prompt: ProcessedInput) -> list[bytes]:
 
 
 class PrefixRouter(RequestRouter):
-    """Ray Serve's router for calls whose keyword argument ``prompt`` is a ``ProcessedInput``; others go to the least
-    busy replica."""
+    """Ray Serve's router for calls with a keyword argument ``prompt``, a ``ProcessedInput``.
+
+    Calls without it go to the least busy replica.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Begin without knowing any prompt."""
+        """Start with an empty map; Ray Serve calls this instead of a constructor."""
         self._prefixes: PrefixMap[ReplicaID] = PrefixMap()
+        # Requests under way, by replica.
         self._loads: Counter[ReplicaID] = Counter()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidates, each as a separate rank, the best one first."""
-        async with self._turn:
-            # The request before has been chosen for; now it is sent, and counted.
+        """Return the candidates, each as a rank of its own, the best one first."""
+        async with self._lock:
+            # Let the request that was routed before this one be sent first, so that it is in the counts.
             await asyncio.sleep(0)
             present = self.curr_replicas
             by_id = {each.replica_id: each for each in candidate_replicas if each.replica_id in present}
@@ -112,19 +121,19 @@ class PrefixRouter(RequestRouter):
                 best = self._prefixes.choose(prompt, {each: self._loads[each] for each in by_id})
                 ranked.sort(key=lambda each: each != best)
         if pending_request is not None:
-            # Else Ray asks again at once while no replica takes the request.
+            # Without it Ray asks again without a pause while no replica accepts the request.
             pending_request.routing_context.should_backoff = True
         return [[by_id[each]] for each in ranked]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request that is sent."""
+        """Count a request as under way."""
         super().on_send_request(replica_id)
         self._loads[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it as ended, however it ended."""
+        """Count a request as ended, whether it succeeded or not."""
         super().on_request_completed(replica_id, internal_request_id)
-        # Not of a replica that has been forgotten meanwhile.
+        # The replica may have been forgotten in the meantime.
         if replica_id in self._loads:
             self._loads[replica_id] -= 1
 

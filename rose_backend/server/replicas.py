@@ -1,8 +1,8 @@
-"""Several engines for one server: a Ray Serve application with one replica of the engine for each GPU.
+"""``rose serve --replicas``: several engines behind one server, as a Ray Serve application with one replica per GPU.
 
-The process that serves HTTP has no engine then. ``ReplicatedEngine`` there tokenizes prompts and hands each to Ray
-Serve, whose ``PrefixRouter`` (``prefix_routing.py``) chooses the ``EngineReplica`` that computes it. Ray Serve watches
-replicas, replaces those that end, and lets those finish that it stops.
+The process that serves HTTP then has no engine of its own. Its ``ReplicatedEngine`` tokenizes each prompt and passes it
+to Ray Serve, whose ``PrefixRouter`` (``prefix_routing.py``) chooses the ``EngineReplica`` that computes it. Ray Serve
+monitors replicas, replaces those that die, and drains those that it stops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
 
-# What is served is nobody else's business. Ray reads it when it is imported.
+# Ray reports usage statistics to its maintainers unless told otherwise. It reads this variable on import.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
@@ -47,35 +47,36 @@ logger = logging.getLogger(__name__)
 
 DEPLOYMENT_NAME = "engine"
 _HEALTH_CHECK_S = 2.0
-"""How often Ray Serve asks a replica whether it is well."""
+"""Time between Ray Serve's health checks of a replica."""
 _STATUS_S = 1.0
-"""How often the server asks Ray Serve how many replicas run."""
+"""Time between the server's queries for the number of running replicas."""
 _REMOTE_TIMEOUT_S = 1.0
-"""How long metrics wait for the replicas' present counters."""
+"""How long a request for metrics waits for the replicas' current counters."""
 _OBJECT_STORE_BYTES = 128 << 20
-"""Shared memory of a Ray that this server starts; nothing large goes through it."""
+"""Size of Ray's object store if this server starts Ray. Prompts and outputs are small and do not go through it."""
 _PIECE_BYTES = 1 << 18
+"""Size of a message with log-probabilities of prompt tokens."""
 
 Message: TypeAlias = "Update | PromptPiece | RequestError"
-"""What a replica answers to a prompt; an error is the last one."""
+"""What a replica yields for a prompt; an error ends the answer."""
 
 
 class EngineReplica:
-    """One engine, in an actor of Ray's. It ends when its engine has, and Ray Serve starts another."""
+    """One engine in a Ray actor. The actor exits when its engine has died, and Ray Serve starts another."""
 
     def __init__(self, config: EngineConfig, directory: str, log_level: int) -> None:
-        # Paths may be relative. On another machine there may be no such directory.
+        # Paths in the options may be relative to the server's directory, which another machine may not have.
         with suppress(OSError):
             os.chdir(directory)
         logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
         logging.getLogger("rose_backend").setLevel(log_level)
         self._engine = RemoteEngine(config, lambda tokenizer: None)
         self._start: asyncio.Task[None] | None = None
-        # By id, loading or loaded.
+        # The load of each adapter, running or finished, by its id.
         self._adapters: dict[int, asyncio.Task[None]] = {}
 
     async def ready(self) -> Ready:
-        """Return what the server has to know of the engine."""
+        """Return what ``ReplicatedEngine`` has to know about the engine."""
         engine, processor = self._engine, self._engine.input_processor
         counters = await self._engine.counters()
         options = dataclasses.asdict(engine.config)
@@ -104,8 +105,8 @@ class EngineReplica:
         except RequestError as error:
             yield error
         except EngineDeadError:
-            # The engine's log has the reason. Whoever waits for this actor learns of its end at once, and no prompt is
-            # sent to it any more.
+            # The engine's log has the reason. When the actor exits, all its callers get an error at once, and Ray Serve
+            # routes no more prompts to it.
             logger.error("this replica ends, as its engine has")
             os._exit(1)
 
@@ -138,7 +139,7 @@ class EngineReplica:
         """Do what ``EngineClient.unload_adapter`` does."""
         loading = self._adapters.pop(lora_id, None)
         if loading is not None:
-            # The engine must not hear of it before it has loaded it.
+            # The engine must get the unload after it has finished the load.
             with suppress(RequestError):
                 await asyncio.shield(loading)
                 self._engine.unload_adapter(lora_id)
@@ -155,7 +156,7 @@ class EngineReplica:
             await self._engine.shutdown()
 
     async def _started(self) -> None:
-        """Wait until the engine serves this event loop, which is not there yet in the constructor."""
+        """Start the engine in this event loop, once; the constructor runs before there is one."""
         if self._start is None:
             self._start = asyncio.ensure_future(self._engine.start())
         await asyncio.shield(self._start)
@@ -164,13 +165,13 @@ class EngineReplica:
 class ReplicatedEngine(EngineClient):
     """All replicas as one engine, for one event loop.
 
-    The constructor starts Ray, unless RAY_ADDRESS names one that runs, and blocks until the replicas have loaded the
-    model. ``start`` has to be awaited on the event loop that will serve.
+    The constructor starts Ray, unless RAY_ADDRESS names a running cluster, and blocks until the replicas have loaded
+    the model. ``start`` has to be awaited on the event loop that will serve.
 
     Args:
         replicas: how many, or fields of Ray Serve's ``AutoscalingConfig``.
-        drain_timeout_s: how long a replica that Ray Serve stops may finish its requests.
-        use_tokenizer: as of ``RemoteEngine``.
+        drain_timeout_s: time that a replica gets to finish its requests when Ray Serve stops it.
+        use_tokenizer: see ``RemoteEngine``.
 
     Raises:
         ConfigError: the options do not fit the model or the machine, or there are too few GPUs.
@@ -196,7 +197,7 @@ class ReplicatedEngine(EngineClient):
             deployment = serve.deployment(EngineReplica).options(
                 name=DEPLOYMENT_NAME,
                 ray_actor_options=resources,
-                # The engine itself refuses what is too much.
+                # One more than the engine takes: it refuses the excess itself, with an error that clients know.
                 max_ongoing_requests=config.max_num_seqs + config.max_queue_size + 1,
                 request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
                 health_check_period_s=_HEALTH_CHECK_S,
@@ -219,14 +220,14 @@ class ReplicatedEngine(EngineClient):
         self.input_processor = ready.input_processor(tokenizer)
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
-        # The latest of each replica, also of those that have ended: what was counted stays counted.
+        # The latest counters of each replica. Those of dead replicas are kept, so that sums never decrease.
         self._counters: dict[str, Counters] = {}
         self._loads = [ready.counters.load]
         self._num_running_replicas = 0
         self._adapters: dict[int, LoRARequest] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._others: set[asyncio.Task[Any]] = set()
-        # Memory of the requests that no replica has begun to answer.
+        self._background_tasks: set[asyncio.Task[Any]] = set()
+        # Size of the prompts that no replica has begun to answer.
         self._num_waiting_bytes = 0
         self._has_room = asyncio.Event()
 
@@ -245,7 +246,7 @@ class ReplicatedEngine(EngineClient):
             self._check_running()
 
     async def counters(self) -> Counters:
-        """Return the sums of all replicas; of KV cache usage, their mean."""
+        """Return the sums over all replicas, except that KV cache usage is a mean."""
         answers = await self._tell_all("counters", timeout_s=_REMOTE_TIMEOUT_S)
         present = dict(each for each in answers if not isinstance(each, BaseException))
         if present:
@@ -266,7 +267,7 @@ class ReplicatedEngine(EngineClient):
             if isinstance(answer, RequestError):
                 self.unload_adapter(lora.lora_int_id)
                 raise answer
-        # A replica that ends now has been replaced when the next prompt comes.
+        # A single failure may be a dying replica: its replacement loads the adapter with its first prompt.
         if all(isinstance(answer, BaseException) for answer in answers):
             raise EngineDeadError("no replica has loaded the adapter")
         self._adapters[lora.lora_int_id] = lora
@@ -281,7 +282,7 @@ class ReplicatedEngine(EngineClient):
         if not self._is_stopping:
             self._is_stopping = True
             end_serving()
-            for task in (*self._tasks.values(), *self._others):
+            for task in (*self._tasks.values(), *self._background_tasks):
                 task.cancel()
             for stream in self._take_all():
                 stream.put(EngineDeadError("the engine was shut down"))
@@ -307,7 +308,7 @@ class ReplicatedEngine(EngineClient):
             del self._streams[stream.request_id], self._tasks[stream.request_id]
 
     async def _answer(self, prompt: ProcessedInput, stream: OutputStream) -> None:
-        """Let a replica compute the answer to a prompt, and put all of it into the stream."""
+        """Have a replica compute the answer to a prompt, and forward it to the stream."""
         lora, is_over, response = self._adapters.get(prompt.lora_id), False, None
         num_bytes = num_waiting_bytes(prompt)
         self._num_waiting_bytes += num_bytes
@@ -330,7 +331,7 @@ class ReplicatedEngine(EngineClient):
                 response.cancel()
             raise
         except Exception as error:
-            # Of Ray: the replica has ended, cannot be reached any more, or failed.
+            # From Ray: the replica has died, is unreachable, or has raised an unexpected error.
             logger.error("request %s lost its replica: %s", stream.request_id, _first_line(error))
         finally:
             self._make_room(num_bytes)
@@ -365,12 +366,13 @@ class ReplicatedEngine(EngineClient):
 
     def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
-        self._others.add(task)
-        task.add_done_callback(self._others.discard)
+        # The event loop keeps only weak references to tasks.
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
 
 def _scaling_options(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
-    """Return how many replicas there are as Ray Serve takes it.
+    """Return the number of replicas as options of a Ray Serve deployment.
 
     Raises:
         ConfigError: Ray Serve knows no such field, or does not allow its value.
@@ -395,10 +397,10 @@ def _scaling_options(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start_ray(config: EngineConfig, scaling: Mapping[str, Any]) -> dict[str, int]:
-    """Start Ray here, or connect to the one that RAY_ADDRESS names, and return what each replica takes of it.
+    """Start Ray here, or connect to the cluster that RAY_ADDRESS names; return the resources of each replica.
 
     Raises:
-        ConfigError: this cannot be done, or Ray has not enough for the replicas that there are at the start.
+        ConfigError: this fails, or Ray has too few GPUs or cores for the initial number of replicas.
     """
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     for name in ("ray", "ray.serve"):
@@ -431,7 +433,7 @@ def _run(application: serve.Application, name: str) -> DeploymentHandle:
     try:
         return serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
-        # The replica's error comes as text, the traceback included.
+        # Ray Serve passes the replica's error on as text, with its traceback.
         report = serve.status().applications[name].deployments[DEPLOYMENT_NAME].message
         found = re.findall(r"^rose_backend\.errors\.(ConfigError|ModelError): (.+)", report, re.MULTILINE)
         if found:
@@ -450,7 +452,12 @@ def _stop(app_name: str) -> None:
 
 
 def _sum_counters(all_time: Iterable[Counters], present: Sequence[EngineLoad]) -> Counters:
-    """Return what replicas have counted, and what those that run have in use."""
+    """Sum counters since the start over all replicas, and the current load over those that run.
+
+    Args:
+        all_time: the latest counters of each replica, dead ones included.
+        present: the load of each running replica.
+    """
     stats = EngineStats()
     for each, _ in all_time:
         for name in (field.name for field in dataclasses.fields(EngineStats)):

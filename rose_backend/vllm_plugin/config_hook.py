@@ -21,7 +21,7 @@ from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
-    leaves_graphs_to_vllm,
+    has_default_graph_options,
     why_mixed_steps_are_not_captured,
     why_prompts_need_python,
 )
@@ -56,7 +56,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             if is_open and not options.has_states(self) and options.why_windows_are_kept(self) is not None:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
-            leaves_graphs = leaves_graphs_to_vllm(self)
+            has_default_graphs = has_default_graph_options(self)
             forget_compilation_mode(self)
             is_renamed = _rename_ngram(self)
             original(self, *args, **kwargs)
@@ -65,9 +65,9 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                     "Rose runs drafts of method ngram as ngram_gpu: the same lookup, with asynchronous scheduling"
                 )
             check_supported(self, switches)
-            if leaves_graphs:
+            if has_default_graphs:
                 choose_mixed_graphs(self)
-            choice = choose_model_class(self, switches, leaves_graphs=leaves_graphs)
+            choice = choose_model_class(self, switches, has_default_graphs=has_default_graphs)
         except ConfigError as error:
             # vLLM wraps the error in several lines; this one is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)

@@ -1,7 +1,8 @@
 """Every vLLM attribute that this plugin replaces, as data, and the only code that replaces them.
 
-A replacement is a function ``build(original) -> new``. It gets the plain function of a classmethod, and the result
-is wrapped the same way again; it gets the original's name and signature. Applying an entry twice is harmless.
+``apply_patch`` replaces a target for the life of the process, ``swapped`` inside a ``with`` block and for one thread.
+Each replacement behaves like the original for engines that do not use ROSE. ``docs/how_it_works/plugin.md`` lists what
+puts each entry in place.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class Patch:
     target: str
     """``module:attribute`` or ``module:Class.attribute``."""
     reason: str
-    """Why there is no public way."""
+    """What the replacement is for, and why no public way does it."""
     remove_when: str
     """What vLLM would have to offer."""
     build: str = ""
-    """``module:function`` that makes the replacement from the original; empty for a temporary one (see ``swapped``)."""
+    """``module:function``: called with the original, returns the replacement, which gets the original's name and
+    signature. For a classmethod both are plain functions. Empty for a temporary replacement."""
     only_while: str = "always"
-    """When the replacement is in place."""
+    """For a temporary replacement, when it is in place; "always" for one that stays once it is applied."""
 
 
 _PLUGIN = "rose_backend.vllm_plugin"
@@ -59,22 +61,24 @@ LEDGER: dict[str, Patch] = {
     ),
     "windowed_layer_spec": Patch(
         target="vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
-        reason="where Rose's block manager keeps windows whole, in one KV cache group: AttentionBackend.customize_spec "
-        "is not told the configuration, and disable_hybrid_kv_cache_manager does nothing where all layers slide",
-        remove_when="customize_spec gets the configuration, or vLLM can keep every model's windows whole",
+        reason="where Rose's block manager keeps all K/V of sliding-window layers, in one KV cache group: "
+        "AttentionBackend.customize_spec does not get the configuration, and disable_hybrid_kv_cache_manager does "
+        "nothing where all layers have a window",
+        remove_when="customize_spec gets the configuration, or vLLM can keep all K/V of every model's windows",
         build=f"{_PLUGIN}.kv_cache.spec:wrap_get_kv_cache_spec",
     ),
     "request_block_hashes": Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
-        reason="the engine makes a hash function for its prefix cache, whose hashes nobody reads without KV events. "
-        "With states, streaming input is refused here where a turn's last token is taken back, request by request.",
+        reason="vLLM hashes the blocks of every request, and without KV events nothing reads these hashes. For models "
+        "with states, streaming input is also refused here, request by request: the end of a turn takes its last "
+        "token back, which a state cannot.",
         remove_when="a KV cache manager can say that it does not read Request.block_hashes",
         build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
     ),
     "kv_canary": Patch(
         target="vllm.v1.worker.gpu_worker:Worker.execute_model",
-        reason="with kv_canary, what a worker finds in its K/V is looked at before each step, whatever runs the step",
-        remove_when="vLLM calls something of a KV cache manager's in its workers before each step",
+        reason="with kv_canary, workers check their KV cache before a step, whichever code runs the step",
+        remove_when="vLLM has a hook in workers that runs before each step",
         build=f"{_PLUGIN}.kv_cache.canary:wrap_execute_model",
     ),
     "gpt2_inner_model": Patch(
@@ -86,7 +90,8 @@ LEDGER: dict[str, Patch] = {
     ),
     "sampler_v1": Patch(
         target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
-        reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's, or counts",
+        reason="model runner V1 builds its sampler directly; with ROSE selected, Rose's sampler takes its place, or "
+        "draws by vLLM's are counted for the log",
         remove_when="the sampler can be chosen by configuration or registered",
         build=f"{_PLUGIN}.sampler:wrap_sampler_v1_init",
     ),
@@ -99,18 +104,18 @@ LEDGER: dict[str, Patch] = {
     ),
     "mamba2_state_spec": Patch(
         target="vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
-        reason="layers of Mamba 2 keep a state inside a prompt by themselves, in a column that vLLM's block manager "
-        "allocates for it; Rose's makes checkpoints by copies, and its columns are all the running state's",
-        remove_when="a KV cache manager can say that it allocates no blocks for states inside a prompt",
+        reason="Mamba 2 layers save a state in the middle of a prompt to a block that vLLM's manager allocates for it; "
+        "Rose's manager copies checkpoints instead, and all its columns are the block of the running state",
+        remove_when="a KV cache manager can say that it allocates no blocks for states in the middle of a prompt",
         build=f"{_PLUGIN}.kv_cache.spec:wrap_get_state_spec",
     ),
     **{
         f"block_copies_v{version}": Patch(
             target=f"{model_runner}:copy_kv_cache_blocks_inplace",
-            reason="layers of different groups that begin at one address are copied once, up to where the first of "
-            "them ends: after a small state the rest of a block's K/V is left out; with states, the widest comes "
+            reason="of layers in different groups that share an address, vLLM copies only the first one's bytes: if "
+            "that is a small state, the rest of a K/V block is not copied. The replacement passes the widest layer "
             "first. Both model runners import the function by name.",
-            remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+            remove_when="copy_kv_cache_blocks_inplace copies whole blocks, whichever layer is first",
             build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
         )
         for version, model_runner in _MODEL_RUNNERS.items()
@@ -125,10 +130,11 @@ LEDGER: dict[str, Patch] = {
     **{
         f"prompt_tails_v{version}": Patch(
             target=f"{_MODEL_RUNNERS[version]}:GPUModelRunner.{method}",
-            reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
-            "features of images before its forward would leave them to the next step",
-            remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features "
-            "themselves",
+            reason="vLLM replays a step in which a prompt has one token left as if it only decoded. A model that is "
+            "not audited may store image features on itself before its forward pass, and would then use them in the "
+            "next step",
+            remove_when="vLLM replays no graph of decodes for a prompt's token, or its models store no features "
+            "on themselves",
             build=f"{_PLUGIN}.attention.audited_models:{build}",
         )
         for version, method, build in (
@@ -138,8 +144,8 @@ LEDGER: dict[str, Patch] = {
     },
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
-        reason="what surrounds vLLM's graphs is captured right after them, in their memory pool, whose size is "
-        "estimated from graphs of all sizes",
+        reason="prologues and ends of steps are captured right after vLLM's graphs, in the same memory pool; its size "
+        "is estimated from graphs of more sizes than vLLM's two",
         remove_when="vLLM captures whole steps",
         build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",
     ),
@@ -151,21 +157,22 @@ LEDGER: dict[str, Patch] = {
     ),
     "step_graph_vote": Patch(
         target="vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp",
-        reason="data-parallel ranks of a mixture of experts vote once per step, and Rose has asked for the answer",
+        reason="data-parallel ranks of a mixture of experts vote once per step; if Rose has taken part in the vote and "
+        "does not replay the step, vLLM's code must get the answer instead of voting again",
         remove_when="execute_model takes the answer as an argument",
         only_while="execute_model runs a step that was voted on and is not replayed whole, in its thread",
     ),
     "step_graph_sampling": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        reason="a step that was replayed whole has its tokens already; in other steps the product with the head "
-        "gets as many rows as in a replay, so that both round alike",
+        reason="a step that was replayed whole has its tokens already; in other steps the LM head multiplies as many "
+        "rows as in a replay, so that both round alike",
         remove_when="vLLM replays whole steps",
         build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_sample_tokens",
     ),
     "step_graph_logprobs": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
-        reason="log-probabilities of steps that are replayed whole and of vLLM's own must be equal to the bit; vLLM's "
-        "kernel takes a program per row, and torch.topk breaks ties in any way",
+        reason="log-probabilities of replayed steps and of vLLM's own must be equal to the bit, so Rose's kernels make "
+        "both: vLLM's takes a program per row, and torch.topk breaks ties in any way",
         remove_when="vLLM replays whole steps with log-probabilities",
         build=f"{_PLUGIN}.captured_processors:wrap_compute_topk_scores",
     ),

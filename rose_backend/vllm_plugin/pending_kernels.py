@@ -1,8 +1,9 @@
-"""Rose's kernels, compiled in other processes while vLLM loads and compiles the model, and loaded before it serves.
+"""Compiles Rose's kernels in other processes while vLLM loads and compiles the model, and loads them before it serves.
 
-Layers are built before weights are read. The first one begins: what this engine launches is found by running it on
-tensors of device ``meta``. Whoever launches first waits. Before vLLM captures graphs all of them are loaded, those
-included that only a step with other requests would launch: no request waits for a compilation.
+vLLM builds layers before it reads weights, and the first attention layer starts the compilation (``begin``). Which
+kernels this engine will launch is found by running its code on tensors of device ``meta``. Code that launches a kernel
+early waits for it (``wait_for_kernels``). Before vLLM captures graphs, all kernels are loaded, including those that
+only later requests will need, so that no request waits for a compilation.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from rose_backend.compile_ahead.recorded_launches import RecordedLaunches
     from rose_backend.kernels.gpu_properties import GpuProperties
 
-_ROOM = "rose_backend.vllm_plugin"
+_PACKAGE = "rose_backend.vllm_plugin"
 LAUNCHERS = (
-    f"{_ROOM}.sampler:launch_draws",
-    f"{_ROOM}.models.recorded_model:launch_model",
+    f"{_PACKAGE}.sampler:launch_draws",
+    f"{_PACKAGE}.models.recorded_model:launch_model",
 )
-"""``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""
+"""``module:function``; each runs code that launches every kernel an engine may need, given its configuration and an
+attention layer."""
 
 _SIZES = (
     *("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", "mlp_bias"),
@@ -40,7 +42,7 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class PendingKernels:
-    """What one type of layer launches."""
+    """The kernels that one kind of attention layer launches, and their compilation."""
 
     compilation: AheadCompilation
     launches: RecordedLaunches
@@ -51,11 +53,11 @@ _pending: list[PendingKernels] = []
 
 
 def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
-    """Begin to compile for an engine with such a layer, unless that has begun in this process.
+    """Start to compile for an engine with such a layer, unless this process has started that already.
 
     Args:
         layer: a ``RoseAttentionImpl``.
-        kind: what its kernels depend on.
+        kind: everything that the layer's kernels depend on.
     """
     from vllm.platforms import current_platform
 
@@ -79,7 +81,7 @@ def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuP
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker on this machine has its own processes.
     num_workers = max(vllm_config.parallel_config.local_world_size, 1)
-    # Where nothing is left to compile it is recorded, too, to be loaded.
+    # Recorded even if nothing is left to compile: the kernels still have to be loaded.
     launches = functools.cache(lambda: record(vllm_config, layer, gpu))
     compilation = AheadCompilation(
         [start],

@@ -52,7 +52,7 @@ def damaged_group_types() -> BlockManager:
         num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=32, group_types=group_types
     )
     row, _ = admit(manager, range(13))
-    manager.let_go_of_passed(np.array([row]))
+    manager.release_passed_blocks(np.array([row]))
     manager.check_integrity()
     assert manager.table.group_types[1].block_table[0, :5].tolist() == [0, 0, 7, 8, 0]
     assert manager.pool.followers[0, [7, 8]].tolist() == [11, 12]

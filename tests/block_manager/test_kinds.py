@@ -37,7 +37,7 @@ def test_a_long_row_holds_a_window_only() -> None:
     row, _ = admit(manager, range(60), at_once=4)
     # 15 columns of the first type; of each other group what token 59 attends to, and the column before the last step.
     assert manager.num_usable_blocks - manager.num_free_blocks == 15 + 2 * 3
-    manager.let_go_of_passed(np.array([row]))
+    manager.release_passed_blocks(np.array([row]))
     assert manager.num_usable_blocks - manager.num_free_blocks == 15 + 2 * 2
     assert manager.group_block_ids(row, slice(0, 15))[1][:, :13].tolist() == [[0] * 13] * 2
 

@@ -212,7 +212,7 @@ def launch_when(wanted: Callable[[int], bool]) -> Launch:
         count += 1
         if wanted(count):
             return LAUNCH(self, output)
-        self._armed = None
+        self._loaded_batch = None
         return False
 
     return chosen

@@ -402,7 +402,7 @@ def test_pictures_that_are_preempted_and_computed_again(
     def launch_by_chance(self: StepGraphs, output: Any) -> bool:
         if choose.random() < share:
             return launch(self, output)
-        self._armed = None
+        self._loaded_batch = None
         return False
 
     monkeypatch.setattr(StepGraphs, "launch", launch_by_chance)

@@ -13,7 +13,7 @@ from rose_backend.engine.sampling_params import SamplingParams
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
-from rose_backend.server.prefix_routing import PrefixMap, PrefixRouter, _block_keys
+from rose_backend.server.prefix_routing import PrefixMap, PrefixRouter, _prefix_digests
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 
@@ -60,10 +60,10 @@ def test_namespaces_and_adapters_share_no_beginnings() -> None:
 
 def test_long_prompts_are_compared_at_few_places() -> None:
     """All of them by the same ones, whatever comes after."""
-    keys = _block_keys(prompt(0, 131_072))
+    keys = _prefix_digests(prompt(0, 131_072))
     assert 50 < len(keys) < 70
     for length in (31, 32, 600, 5000, 131_000):
-        shorter = _block_keys(prompt(0, length))
+        shorter = _prefix_digests(prompt(0, length))
         assert shorter == keys[: len(shorter)]
     # At least seven eighths of a prompt count.
     prefixes: PrefixMap[str] = PrefixMap()
@@ -72,7 +72,7 @@ def test_long_prompts_are_compared_at_few_places() -> None:
         changed = prompt(length, length)
         changed.token_ids[length * 7 // 8 :] += 1
         assert prefixes.choose(changed, IDLE) == "a"
-        assert len(_block_keys(changed)) == len(_block_keys(prompt(length, length)))
+        assert len(_prefix_digests(changed)) == len(_prefix_digests(prompt(length, length)))
 
 
 def test_requests_of_a_forgotten_replica_end_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 
 
 def test_what_was_used_last_is_remembered() -> None:
-    prefixes: PrefixMap[str] = PrefixMap(max_blocks=6)
+    prefixes: PrefixMap[str] = PrefixMap(max_prefixes=6)
     prefixes.choose(prompt(0, 96), {"a": 0})
     prefixes.choose(prompt(1000, 96), {"b": 0})
     prefixes.choose(prompt(0, 96), IDLE)

@@ -334,7 +334,7 @@ class Pretended(ReplicatedEngine):
     def __init__(self, answers: list[Any], generate: Any = None) -> None:
         EngineClient.__init__(self, threading.Condition())
         self.answers, self.unloaded = answers, list[int]()
-        self._adapters, self._tasks, self._others = {}, {}, set()
+        self._adapters, self._tasks, self._background_tasks = {}, {}, set()
         self._num_waiting_bytes, self._has_room = 0, asyncio.Event()
         self._generate = SimpleNamespace(remote=generate)
         self.input_processor = SimpleNamespace(make_prompt_logprobs=lambda prompt: None)  # type: ignore[assignment]

@@ -916,7 +916,7 @@ def test_a_steady_step_with_drafts_asks_nothing_request_by_request(
     monkeypatch.setattr(Scheduler, "schedule", refuse)
     monkeypatch.setattr(Scheduler, "update_from_output", refuse)
     monkeypatch.setattr(FastOutputs, "_which_are_usual", refuse)
-    monkeypatch.setattr(DecodeBatch, "_catch_up", refuse)
+    monkeypatch.setattr(DecodeBatch, "_read_again", refuse)
     for _ in range(20):
         simulation.step()
     counts = [len(simulation.outputs[f"r{index}"]) for index in range(6)]

@@ -93,7 +93,7 @@ def test_requests_come_and_go(
         output = requests.step()
         ids = list(requests.running)
         if choose.random() < share_own:
-            steps._armed = None
+            steps._loaded_batch = None
             result: Any = runner.own_step_with_drafts(output, requests.next_tokens())
             num_own += 1
         else:

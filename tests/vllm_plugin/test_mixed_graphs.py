@@ -40,7 +40,7 @@ from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBui
 from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
     graph_sizes,
-    leaves_graphs_to_vllm,
+    has_default_graph_options,
     why_drafter_needs_vllms_graphs,
 )
 from rose_backend.vllm_plugin.config_hook import describe_parts
@@ -246,7 +246,7 @@ def test_what_the_user_says_of_graphs_stays(
         "rose_backend.vllm_plugin.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
     )
     # A finished configuration counts as set by the user.
-    assert not leaves_graphs_to_vllm(make_config()) and asked
+    assert not has_default_graph_options(make_config()) and asked
     asked.clear()
     make_config(compilation_config=said)
     assert not asked

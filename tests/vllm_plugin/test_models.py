@@ -301,7 +301,7 @@ def test_graphs_beside_images(
             CUDAGraphMode.FULL_AND_PIECEWISE,
         )
         config.model_config.hf_config.architectures = [name]
-        choice = choose_model_class(config, rose_options(config), leaves_graphs=not user_chose)
+        choice = choose_model_class(config, rose_options(config), has_default_graphs=not user_chose)
         # Qwen2.5-VL's steps with prompts are captured: choose_mixed_graphs has replaced the pieces.
         if is_v2 and not user_chose and name == QWEN3_VL:
             assert choice == (f"Rose{name}", None)
@@ -770,7 +770,7 @@ def test_on_a_gpu_the_graphs_decide(
     assert choice.reason == reason
     assert (config.compilation_config.mode == CompilationMode.NONE) == (reason is None)
     # A model that need not have pieces is compiled no other way.
-    rest = model_choice._why_steps_are_compiled(config, leaves_pieces=True)
+    rest = model_choice._why_steps_are_compiled(config, may_drop_piecewise=True)
     assert rest == (None if reason == "piecewise CUDA graphs" else reason)
 
 

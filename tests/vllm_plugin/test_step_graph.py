@@ -146,7 +146,7 @@ def test_requests_come_and_go(
         before = states.last_sampled_tokens.clone()
         if choose.random() < share_own:
             # As after a step that ``launch`` leaves to vLLM.
-            steps._armed = None
+            steps._loaded_batch = None
             (got, _), num_own = runner.own_step(requests.step()), num_own + 1
         else:
             got = run(steps, requests.step())
@@ -178,7 +178,7 @@ def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pyt
         assert run(steps, requests.step()) == requests.expect()
 
 
-def test_another_step_in_between_disarms(runner: Runner) -> None:
+def test_a_vllm_step_in_between_makes_the_batch_load_again(runner: Runner) -> None:
     """Slots may be given to others by vLLM's own steps, although the requests of the next step are the same."""
     steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
@@ -302,15 +302,15 @@ def test_what_comes_of_pictures_is_done_in_replayed_steps(runner: Runner) -> Non
     runner.encoder_cache.update_encoder_inputs = lambda *update: updates.append(update)
     steps, requests = StepGraphs(runner), Requests(runner)
     requests.add(3)
-    for is_armed in (False, True):
+    for is_loaded in (False, True):
         outputs = runner.encoder_cache.encoder_outputs = {"a": torch.zeros(1), "b": torch.zeros(1)}
         output = requests.step()
         output.free_encoder_mm_hashes = ["a"]
         # From vLLM 0.33 on.
         output.encoder_input_updates = {"request 0": {0: None}}
-        assert (steps._armed is not None) == is_armed
+        assert (steps._loaded_batch is not None) == is_loaded
         assert run(steps, output) == requests.expect()
-        assert [*outputs] == ["b"] and updates == [("request 0", {0: None})] * (1 + is_armed)
+        assert [*outputs] == ["b"] and updates == [("request 0", {0: None})] * (1 + is_loaded)
     assert run(steps, requests.step()) == requests.expect() and len(updates) == 2
 
 
@@ -504,7 +504,7 @@ def test_rows_are_told_their_adapters_where_batch_or_places_change() -> None:
     # Behind a step of vLLM's, which tells rows theirs.
     (tokens, _), expected = runner.own_step(requests.step()), requests.expect()
     assert tokens == expected
-    steps._armed = None
+    steps._loaded_batch = None
     assert [step() for _ in range(3)] == [1, 0, 0]
 
 
@@ -534,7 +534,7 @@ def test_an_adapter_that_is_not_in_memory_is_vllms_to_load() -> None:
     runner.lora_manager.add_adapter(adapter(1, 7))
     assert is_replayed()
     runner.lora_state.lora_requests[request_id] = adapter(1, 7, load_inplace=True)
-    steps._armed = None
+    steps._loaded_batch = None
     assert not is_replayed()
 
 
@@ -655,7 +655,7 @@ def test_any_mix_of_requests_is_sampled_in_replayed_steps() -> None:
             assert torch.equal(states.total_len.gpu, before)
         told = steps.take_output(grammar)
         assert told is not None
-        ends.add(steps._armed.end if steps._armed and grammar is None else "with masks")
+        ends.add(steps._loaded_batch.end if steps._loaded_batch and grammar is None else "with masks")
         result = told.get_output()
         for row, (request_id, slot) in enumerate(zip(ids, slots, strict=True)):
             logits = torch.nn.functional.one_hot(torch.tensor(natural[row]), VOCAB_SIZE).float()
@@ -759,7 +759,7 @@ def run_with_loads(
         output.has_structured_output_requests = choose.random() < 0.2
         expected = requests.expect()
         if choose_own.random() < share_own or not steps.launch(output):
-            steps._armed = None
+            steps._loaded_batch = None
             tokens, reported = runner.own_step(output)
             is_replayed.append(False)
         else:

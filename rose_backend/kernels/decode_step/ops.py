@@ -1,9 +1,9 @@
-"""Inputs of a step from the state of its requests, and that state moved on by the step's tokens.
+"""The start and the end of a step on the device: write its inputs from the requests' state; update it with its tokens.
 
 A row of a decode step is a request that gets one token; a row of a mixed step may compute part of a prompt, or drafts.
-Its state lives in a slot of larger tensors, and ``slots`` says in which. Rows without a request come last and have slot
--1. They get inputs that no kernel computes anything from, and no slot changes for them, so one CUDA graph serves any
-number of requests up to its rows.
+The state of each request is in a slot of larger tensors, and ``slots`` maps rows to slots. Rows without a request come
+last and have slot -1. Kernels compute nothing from their inputs and change no slot for them, so one CUDA graph serves
+any number of requests up to its number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rose_backend.kernels.arguments import (
 )
 
 NO_SLOT = -1
-"""Where a row without a request lives, and where its K/V is stored: nowhere."""
+"""The request slot, and the KV slot, of a row without a request."""
 
 
 def begin_decode_step(
@@ -37,12 +37,12 @@ def begin_decode_step(
 ) -> None:
     """Write the inputs of a step that computes the last token of each row.
 
-    Of a block table only the blocks that the step may read are copied, the null block in columns that a sliding window
-    has passed; the row of a row without a request becomes 0. Of states the block of each row is copied.
+    From block tables, only the columns that the step may read are copied, with the null block where a sliding window
+    has passed; rows without a request become 0. For states, the block of each row is copied.
 
     Args:
-        slots: of each row; -1 after the last request.
-        padding_slot: in ``request_slots`` of rows without a request.
+        slots: request slot of each row; -1 after the last request.
+        padding_slot: value of ``request_slots`` for rows without a request.
 
     Raises:
         ShapeError: shapes or dtypes disagree.

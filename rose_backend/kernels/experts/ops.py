@@ -31,21 +31,21 @@ def expert_mlp(
     out: torch.Tensor | None = None,  # [T, E]  written
     next_norm: PackedNorm | None = None,
 ) -> tuple[torch.Tensor, NormInput | None]:
-    """Return ``residual`` plus the weighted sum of what each token's experts make of it, and what a norm needs of it.
+    """Return ``residual`` plus the weighted sum of the outputs of each token's experts, and the sum's ``NormInput``.
 
     Of expert ``e``, with ``A = top_k`` experts for each token::
 
-        w[e] * (silu(x @ gate[e].T) * (x @ factor[e].T)) @ down[e].T
+        w[e] * (silu(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T
 
-    ``w`` is the softmax over the logits of all experts, or of the chosen ones with ``renormalize``. What is between the
-    two products, and each expert's weighted result, is rounded to the type of ``x``.
+    ``w`` is the softmax over the logits of all experts, or of the chosen ones with ``renormalize``. Activations between
+    the two products, and each expert's weighted result, are rounded to the type of ``x``.
 
     Args:
-        x: innermost stride 1; with an RMSNorm in front see ``small_batch_linear``.
+        x: innermost stride 1; for an RMSNorm before it, see ``small_batch_linear``.
         out: may be ``residual`` or ``x`` itself; None allocates.
 
     Returns:
-        [T, E], and what it leaves to ``next_norm``, if there is one.
+        [T, E], and its ``NormInput`` for ``next_norm``; None without one.
 
     Raises:
         ShapeError: shapes or dtypes disagree, a weight is not contiguous, or ``top_k`` is not between 1 and the number
@@ -137,9 +137,9 @@ def _add_up_experts(
     for expert in expert_ids.unique().tolist():
         tokens, places = torch.where(expert_ids == expert)
         gate_up, down = experts.matrices(expert, torch.float32)
-        gate, factor = F.linear(normed[tokens], gate_up).chunk(2, dim=-1)
+        gate, up = F.linear(normed[tokens], gate_up).chunk(2, dim=-1)
         # Rounded where a GPU stores it.
-        activated = (F.silu(gate) * factor).to(x.dtype)
+        activated = (F.silu(gate) * up).to(x.dtype)
         output = F.linear(activated.float(), down) * weights[tokens, places, None]
         total.index_add_(0, tokens, output.to(x.dtype).float())
     return total

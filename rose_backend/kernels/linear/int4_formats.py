@@ -1,4 +1,8 @@
-"""How other packages store matrices in 4 bits, and what they become in an ``Int4Weight``, in plain torch."""
+"""How AWQ, GPTQ and compressed-tensors checkpoints store 4-bit matrices, and their conversion to ``Int4Weight``.
+
+To support another packing, add an ``Int4Format``. Both engines read it: ``models/quantization.py`` for the standalone
+engine, ``vllm_plugin/models/int4_weights.py`` for vLLM's configurations.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from rose_backend.kernels.arguments import INT4_ZERO, Int4Weight
 
 
 class Packing(NamedTuple):
-    """How a matrix of codes is stored: eight in an int32, from the lowest bits on."""
+    """How a matrix of codes is stored: eight codes per int32, the first in the lowest bits."""
 
     name: str
-    """Of the tensor, as part of its layer."""
+    """Name of the tensor within its layer."""
     is_transposed: bool
-    """The stored matrix has inputs, or groups of them, as its rows."""
+    """Whether the stored matrix is [inputs or groups, outputs]; else it is [outputs, inputs or groups]."""
     axis: int
-    """Of the stored matrix: the one along which codes are neighbors."""
+    """Axis of the stored matrix along which eight codes share an int32."""
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    """Places, from the lowest bits on, of eight codes that are neighbors."""
+    """For each of the eight codes, which four bits of the int32 hold it, 0 being the lowest."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Return the shape of the stored tensor."""
@@ -40,18 +44,18 @@ class Packing(NamedTuple):
 
 
 class Int4Format(NamedTuple):
-    """How a package stores a matrix in 4 bits."""
+    """How a 4-bit format stores a matrix [O, E] with N groups of columns."""
 
     codes: Packing
-    """Of [O, E]."""
+    """Of the codes, [O, E]."""
     zeros: Packing
-    """Of [O, N]."""
+    """Of the zeros, [O, N]."""
     scales_name: str
-    """Of a tensor [O, N], transposed like that of the zeros."""
+    """Name of the tensor of scales, [O, N], which is transposed if the zeros are."""
     zero_shift: int = 0
-    """Of zeros: what is stored is so much less."""
+    """To be added to a stored zero: some formats store zero - 1."""
     order_name: str | None = None
-    """Of a tensor [E] int32, the group of each column, that a layer may have."""
+    """Name of an optional tensor, [E] int32: the group of each column."""
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -66,7 +70,7 @@ COMPRESSED_TENSORS = Int4Format(
 
 
 class StoredInt4(NamedTuple):
-    """What a checkpoint has of a matrix [O, E], as its format names it; None: nothing."""
+    """The tensors that a checkpoint has for a matrix [O, E], in its format; None: it has no such tensor."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -81,13 +85,16 @@ def store_int4(
     stored: StoredInt4,
     name: str,
 ) -> None:
-    """Fill some rows of a weight; what is stored of their codes may lie where their words will be.
+    """Convert a stored matrix into some rows of an ``Int4Weight``.
+
+    ``stored.codes`` may share memory with the words of these rows, so that loading needs no second copy.
 
     Args:
-        name: of the matrix, for errors.
+        rows: of ``weight``, those of the stored matrix.
+        name: name of the matrix, for errors.
 
     Raises:
-        ModelError: a weight without zeros would need some, or columns are not in their order.
+        ModelError: the weight has no zeros but the stored ones differ from ``INT4_ZERO``, or columns are reordered.
     """
     words = weight.words[rows]
     num_rows, num_groups = words.shape[0], weight.scales.shape[0]
@@ -108,6 +115,6 @@ def store_int4(
     codes = form.codes.unpack(stored.codes, num_rows, weight.num_columns)
     padded = F.pad(codes, (0, 4 * words.shape[1] - weight.num_columns))
     first, second, third, fourth = padded.unflatten(1, (-1, 4, weight.step)).unbind(2)
-    # The bytes of a word, the lower one first.
+    # The two bytes of each word, the lower one first.
     halves = torch.stack([first | second << 4, third | fourth << 4], -1)
     words.copy_(halves.flatten(1).view(torch.int16))

@@ -47,16 +47,16 @@ def pack_linear(
     ``norm(x) * g + h`` before ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
     Args:
-        norm_weight, norm_bias: of a LayerNorm before it, which is folded in, though not into a quantized weight. An
-            RMSNorm is not: see ``PackedNorm``.
-        gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
+        norm_weight, norm_bias: of the LayerNorm before it, if any, to be folded in; not for a quantized weight. RMSNorm
+            is not folded in, see ``PackedNorm``.
+        gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half is up.
 
     Returns:
-        The layer, whose weight is ``weight`` itself where nothing of it changes.
+        The layer, whose weight is ``weight`` itself if it need not change.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, a norm is not whole, or ``gated`` has an odd number of rows, or a gate
-            that ends within a block.
+        ShapeError: shapes or dtypes disagree, only one of ``norm_weight`` and ``norm_bias`` is given, or ``gated`` has
+            an odd number of rows, or a gate that ends within a block of scales.
     """
     if gated and weight.shape[0] % 2:
         raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
@@ -122,14 +122,14 @@ def small_batch_linear(
     residual: torch.Tensor | None = None,  # [T, O]
     out: torch.Tensor | None = None,  # [T, O]  written
 ) -> torch.Tensor:
-    """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only where it was asked for. Rounded once, from float32.
+    """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only if asked for. Rounded once, from float32.
 
-    A gated layer's result is ``residual + silu(gate) * factor``, ``O / 2`` wide; ``O`` below is that width, too.
+    A gated layer's result is ``residual + silu(gate) * up``, ``O / 2`` wide; ``residual`` and ``out`` are as wide.
 
     Args:
-        x: at most ``MAX_ROWS`` rows, innermost stride 1; with a norm in front what ``small_batch_linear_before_norm``,
-            ``embed_tokens`` or ``expert_mlp`` left for it.
-        gelu: GELU in its tanh form; not of a gated layer.
+        x: at most ``MAX_ROWS`` rows, innermost stride 1. With a norm before the layer, the ``NormInput`` that
+            ``small_batch_linear_before_norm``, ``embed_tokens`` or ``expert_mlp`` has returned.
+        gelu: apply GELU in its tanh form; not for a gated layer.
         out: may be ``residual`` itself, not ``x``; None allocates.
 
     Raises:
@@ -194,8 +194,8 @@ def _compute(
     wide = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
     result = F.linear(normed_of(x), wide, None if layer.bias is None else layer.bias.float())
     if layer.is_gated:
-        gate, factor = result.unflatten(1, (-1, 2)).unbind(2) if layer.alternates else result.chunk(2, 1)
-        result = F.silu(gate) * factor
+        gate, up = result.unflatten(1, (-1, 2)).unbind(2) if layer.alternates else result.chunk(2, 1)
+        result = F.silu(gate) * up
     if gelu:
         result = F.gelu(result, approximate="tanh")
     if residual is not None:

@@ -263,7 +263,7 @@ def silu_mul(
     """Return ``silu(gate) * up`` of the two halves of each row, [T, I] and new. Rounded once, from float32.
 
     Args:
-        alternating: columns of the gate and of the other factor take turns, as ``pack_linear`` makes them.
+        alternating: columns of gate and up alternate, as ``pack_linear`` arranges them; otherwise gate comes first.
     """
     _check_halves(gate_up)
     if gate_up.is_cuda:

@@ -98,7 +98,7 @@ def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def leaves_graphs_to_vllm(vllm_config: VllmConfig) -> bool:
+def has_default_graph_options(vllm_config: VllmConfig) -> bool:
     """Whether the user has set no CUDA graph option. Call it before vLLM fills in its defaults."""
     compilation = vllm_config.compilation_config
     options = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")

@@ -328,7 +328,7 @@ class RoseKVCacheManager:
                 self._commit(self.running.worth_publishing())
 
     def _commit(self, rows: list[int]) -> None:
-        rows = [row for row in rows if not self._loads.cover(row, self.running.requests[row])]
+        rows = [row for row in rows if not self._loads.is_pending(row, self.running.requests[row])]
         if not rows or not (self.enable_caching or len(self.running.groups.group_types) > 1):
             return
         requests = [self.running.requests[row] for row in rows]
@@ -403,7 +403,7 @@ class RoseKVCacheManager:
         row = self.running.remove(request)
         if row is None:
             return None
-        num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
+        num_certain = 0 if self._loads.is_pending(row, request) else _num_certain_tokens(request)
         self._loads.end(row)
         # A state cannot be cut to the tokens that are known.
         keeps_state = self.checkpoints is not None and self.checkpoints.remove(row, num_certain)

@@ -1,4 +1,7 @@
-"""The requests that hold blocks, rows that a connector loads into, and what is kept for deferred requests."""
+"""What ``RoseKVCacheManager`` knows about requests.
+
+These are the requests that hold blocks, the rows that a KV connector loads into, and rows kept for deferred requests.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,32 @@ from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks, RoseGroups
 
 
 class ExternalLoads:
-    """Rows into which a KV connector loads keys and values: nobody may find them before they have arrived.
+    """Rows into which a KV connector loads keys and values. Lookups must not find them before they have arrived.
 
-    A load that its step waits for has arrived when the outcome of that step is known: a token that the step computed
-    after the loaded ones is then no longer in flight. Any other load has arrived when vLLM says so. Its counts do not
-    tell: of a prompt that was loaded to its end vLLM computes the last token again, and counts no further token.
+    If a step waits for the load, it has arrived when the outcome of that step is known: then a token that the step has
+    computed after the loaded ones is no longer in flight. An asynchronous load has arrived when vLLM says so. Token
+    counts do not show it: if a prompt was loaded to its end, vLLM recomputes the last token and counts no new one.
     """
 
     def __init__(self) -> None:
         self.of_row: dict[int, tuple[int, bool]] = {}
-        """Tokens up to the last loaded one, and whether no step waits for them."""
+        """Of each row that is loading: the length up to the last loaded token, and whether the load is asynchronous."""
 
     def add(self, row: int, num_tokens: int, *, is_async: bool) -> None:
-        """Note that what lies below ``num_tokens`` of a row, and is not cached here, is loaded."""
+        """Note that those of a row's first ``num_tokens`` tokens that are not cached here are being loaded."""
         self.of_row[row] = num_tokens, is_async
 
     def arrive(self, row: int) -> None:
-        """Note that what no step waits for has arrived, up to the tokens that the row's request counts as computed."""
+        """Note that a row's asynchronous load, if there is one, has arrived."""
         if self.of_row.get(row, (0, False))[1]:
             del self.of_row[row]
 
     def end(self, row: int) -> None:
-        """Note that a row is given back."""
+        """Note that a row is freed."""
         self.of_row.pop(row, None)
 
-    def cover(self, row: int, request: Request) -> bool:
-        """Whether a row waits for something."""
+    def is_pending(self, row: int, request: Request) -> bool:
+        """Whether some of a row's tokens may not have arrived yet."""
         if row not in self.of_row:
             return False
         num_tokens, is_async = self.of_row[row]
@@ -50,7 +53,7 @@ class ExternalLoads:
 
 
 class DeferredRequests:
-    """Rows and blocks kept for requests that were deferred to later steps: those after them may not take any.
+    """Rows and blocks kept for requests that were deferred to later steps, so that later requests do not take them.
 
     Args:
         manager: whose rows and blocks they are.
@@ -61,10 +64,10 @@ class DeferredRequests:
         self.new_step_starts()
 
     def new_step_starts(self) -> None:
-        """Forget the last step's: the scheduler asks for each waiting request again."""
+        """Keep nothing: the scheduler asks again for each waiting request in every step."""
         self.num_rows = self.num_blocks = 0
         self.until_next_step = False
-        """Whether a request is deferred to the very next step, not to a later one."""
+        """Whether some request is deferred to exactly the next step, not to an unknown later one."""
 
     def keep(self, num_blocks: int, *, until_next_step: bool = False) -> bool:
         """Keep a row and blocks for one more request; return False, having changed nothing, if there are none."""
@@ -81,22 +84,22 @@ class DeferredRequests:
 class RunningRequests:
     """Requests between admission and ``free``, by row. Blocks are only ever appended to a row.
 
-    What every decode of every step reads is here, in slots: Python reads attributes of an ordinary object more slowly
-    once it has more than 30 of them, and ``RoseKVCacheManager`` has nearly as many.
+    The fields that every decode reads in every step are here, in ``__slots__``: Python reads attributes of an ordinary
+    object more slowly once it has more than 30 of them, and ``RoseKVCacheManager`` has nearly as many.
     """
 
     _manager: BlockManager
     groups: RoseGroups
-    """Of the model, in vLLM's order."""
+    """The model's KV cache groups, in vLLM's order."""
     num_at_once: int
-    """Tokens of a request that are scheduled and not yet processed, at most."""
+    """Maximum tokens of a request that are scheduled and not yet processed."""
     _commit: Callable[[list[int]], None]
-    """Commits what rows have computed. With sliding windows it is called before more is reserved, so that what they
-    have passed can be released."""
+    """Commits the computed tokens of rows. With sliding windows it is called before blocks are reserved, so that the
+    blocks that windows have passed can be released."""
     tokens_per_decode: int = 1
-    """Tokens that a decode computes in a step; beside drafts, one and all of them."""
+    """Tokens that a decode computes in a step: 1, plus the number of drafts."""
     num_lookahead_tokens: int = 0
-    """Slots that vLLM asks for after these tokens, where a drafter has its own K/V cache."""
+    """KV slots that vLLM reserves after these tokens, for a drafter with K/V of its own."""
     row_of: dict[str, int] = field(default_factory=dict)
     """The row of each request, by its id."""
     requests: dict[int, Request] = field(default_factory=dict)
@@ -104,13 +107,15 @@ class RunningRequests:
     capacity: list[int] = field(init=False)
     """Tokens that fit into the blocks of each row. A list: a decode costs one lookup per request and step."""
     num_reported: list[int] = field(init=False)
-    """Blocks of each row that vLLM knows. A row has more between an allocation and vLLM's next request for it."""
+    """Number of each row's blocks that vLLM knows. Blocks that were allocated together with another row's become known
+    when vLLM asks for this row's."""
     _num_admitted: int = 0
     _num_admitted_before: list[int] = field(init=False)
-    """Where each row stands in the order of ``requests``."""
+    """Position of each row in the order of ``requests``."""
     _publish_from: list[int] = field(init=False)
-    """Number of computed tokens of each row from which a commit lets lookups find more of it."""
+    """Number of computed tokens at which a commit of the row would let lookups find more of it."""
     _has_extended_full_rows: bool = False
+    """Whether full rows were extended together in this step."""
     _has_windows: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +149,10 @@ class RunningRequests:
         return row
 
     def worth_publishing(self) -> list[int]:
-        """Return the rows that have finished their prompt or filled a block since their last commit."""
+        """Return the rows of which lookups would find more after a commit.
+
+        These have finished their prompt or filled a block since their last commit.
+        """
         publish_from = self._publish_from
         return [
             row for row, request in self.requests.items() if request.num_computed_tokens >= publish_from[row]
@@ -181,7 +189,7 @@ class RunningRequests:
     def _release_passed(self, rows: list[int]) -> None:
         if self._has_windows:
             self._commit(rows)
-            self._manager.let_go_of_passed(np.array(rows))
+            self._manager.release_passed_blocks(np.array(rows))
 
     def allocate_next_blocks(self, rows: list[int], num_decoding: int) -> list[tuple[list[int], ...]] | None:
         """Allocate the next block of each of ``rows``, which all need it, as ``extend`` would one after the other.

@@ -1,9 +1,9 @@
-"""Float8 weights of vLLM's linear modules, as vLLM's quantization method leaves them, for Rose's layers.
+"""Float8 weights of vLLM's linear modules for Rose's layers: which models qualify, and how their weights are read.
 
-A module keeps vLLM's method, which loads and multiplies. Rose's kernel for few decodes reads the memory that the method
-ends with, so both multiply by the same numbers, and each is in memory once. Where it is known how vLLM's kernel
-quantizes activations, the kernel before a product of more rows does so as well, to the same bits, and vLLM's only
-multiplies.
+A module keeps vLLM's quantization method, which loads its weight. In steps with few decodes Rose's kernel multiplies by
+the weight where vLLM has put it, so it is in memory once; in larger steps vLLM's kernel multiplies. If vLLM's kernel is
+one of ``QUANTIZED_KERNELS``, the activations that it would quantize are quantized by the Rose kernel that produces
+them, to the same bits.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ BLOCK_KERNELS = (
     *("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 )
-"""vLLM's kernels for scales of blocks that leave a weight [O, E]. Others rearrange it."""
+"""vLLM's kernels for block scales that leave a weight as [O, E]. Others rearrange it, and Rose cannot read it."""
 ROW_KERNELS = (
     *("CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"),
     *("PerTensorTorchFP8ScaledMMLinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
 )
-"""Those for scales of rows or of the matrix that take a view [E, O] of a weight. Others, as Marlin's, rearrange it."""
+"""vLLM's kernels for row or matrix scales that read a weight [O, E] through a view [E, O]. Others, such as Marlin's,
+rearrange it."""
 QUANTIZED_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
-"""Those that multiply what vLLM's CUDA kernels make of their input, and nothing else. DeepGEMM's would, too, but have
-not been run on what Rose's kernels make of it."""
+"""Kernels whose input is quantized by vLLM's CUDA kernels, which Rose's match bit for bit. DeepGEMM's may belong here,
+but have not been run on inputs that Rose has quantized."""
 METHODS = (
     *("Fp8LinearMethod", "CompressedTensorsLinearMethod", "ModelOptLinearMethod"),
     *("Fp8PerTensorOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod"),
 )
-"""vLLM's methods that are nothing but a product with such a kernel."""
+"""vLLM's quantization methods that only multiply, by one of the kernels above."""
 _CHECKED_BYTES = 1 << 26
-"""Of a weight, that are looked through at once."""
+"""Bytes of a weight that are checked for NaN at a time, to bound the memory that the check takes."""
 
 
 def float8_scales(quant_config: Any) -> str | None:
-    """Return what one scale of a model's float8 weights is for; None if its weights are quantized otherwise.
+    """Return what one scale of a model's float8 weights is for; None if they are not float8, or in another scheme.
 
     Args:
         quant_config: vLLM's ``QuantizationConfig``, or None.
@@ -115,7 +116,14 @@ def _compressed_scales(quant_config: Any) -> str | None:
 
 
 def expected_quantization(scales: str, depth: int) -> InputQuantization | None:
-    """Return how vLLM's kernel most likely quantizes the input of a weight with such scales; None as by ``read``."""
+    """Return how vLLM's kernel will most likely quantize the input of a product; None if Rose's kernels do not.
+
+    ``LoadedFloat8.read`` knows for certain, but only after loading. This guess decides which kernels to compile ahead.
+
+    Args:
+        scales: as ``float8_scales`` returns them.
+        depth: inputs of the linear layer.
+    """
     if scales != BLOCKS:
         return InputQuantization()
     # vLLM prefers DeepGEMM, which quantizes its input itself.
@@ -133,15 +141,15 @@ def why_float8_stays(vllm_config: VllmConfig, options: PluginConfig, scales: str
     capability = current_platform.get_device_capability()
     reasons = {
         "float8 weights without a CUDA device": not current_platform.is_cuda(),
-        # With scales of blocks Marlin rearranges weights on GPUs before Hopper, DeepGEMM packs scales on later ones.
+        # With block scales, vLLM's kernels rearrange weights before Hopper (Marlin) and scales after it (DeepGEMM).
         "float8 weights on this GPU": capability is not None
         and (capability < FLOAT8_CAPABILITY or (scales == BLOCKS and capability[0] != 9)),
-        # vLLM has such checkpoints refused, but quantizes others so.
+        # No checkpoint is like that, as vLLM refuses it; vLLM's online quantization may produce it.
         "blocks with rows of gate and factor": scales == BLOCKS
         and vllm_config.model_config.hf_text_config.intermediate_size % SCALED_BLOCK != 0,
-        # Rose's kernels do not multiply parts of a matrix.
+        # Rose's float8 products do not support one rank's part of a matrix.
         "float8 weights with tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-        # Unless it is asked for by the option.
+        # max_quantized_rows asks for Rose's kernel all the same.
         "float8 weights for which vLLM's kernel may be faster": options.max_quantized_rows is None
         and max_float8_rows(options, scales, vllm_config.model_config.dtype) == 0,
     }
@@ -158,22 +166,21 @@ def max_float8_rows(options: PluginConfig, scales: str, dtype: torch.dtype) -> i
     if options.max_quantized_rows is not None:
         return options.max_quantized_rows
     capability = current_platform.get_device_capability()
-    # Later GPUs split activations, too, but the kernel was not measured there.
+    # The kernel also splits activations on later GPUs, but was not measured there.
     splits = dtype == torch.bfloat16 and capability is not None and capability[0] == 9
     return max_packed_float8_rows(has_blocks=scales == BLOCKS, splits=splits)
 
 
 class LoadedFloat8:
-    """A linear module that has a quantization method of vLLM's.
+    """A linear module with one of vLLM's float8 quantization methods.
 
     Args:
-        packs: prepare it for few decodes, if its memory is as Rose's kernel reads it.
-        gated: it is the first one of a gated MLP.
+        packs: prepare it for small batches, if its weight has a layout that Rose's kernel can read.
+        gated: whether it is the gate and up projection of a gated MLP.
 
     Attributes:
-        unread: why Rose's kernel cannot read it; None if it can, or has not been asked to.
-        has_nan: one bool on the module's device, of a weight that has just been read by ``read``: whether it has a
-            number that is none.
+        unread: why Rose's kernel cannot read the weight; None if it can, or if ``packs`` is False.
+        has_nan: [] bool on the module's device, set by ``read``: whether the weight contains a NaN.
     """
 
     unread: str | None = None
@@ -183,7 +190,7 @@ class LoadedFloat8:
         self._module, self._packs, self._gated = module, packs, gated
 
     def read(self) -> Linear:
-        """Return the product as it is loaded now. All its tensors are vLLM's."""
+        """Return the layer with the weights that are loaded now. All its tensors are vLLM's."""
         module = self._module
         bias = None if module.bias is None else module.bias.data
         packed = self._pack(bias) if self._packs else None
@@ -195,7 +202,7 @@ class LoadedFloat8:
 
     @property
     def _kernel(self) -> Any:
-        """vLLM's, which the method multiplies with; None of a method without one."""
+        """vLLM's kernel object, with which the quantization method multiplies; None if the method has none."""
         module, method = self._module, self._module.quant_method
         owner = module.scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
         return getattr(owner, "fp8_linear", None) or getattr(owner, "kernel", None)
@@ -208,7 +215,7 @@ class LoadedFloat8:
         return product
 
     def _pack(self, bias: torch.Tensor | None) -> PackedLinear | None:
-        """Return the layer on vLLM's memory; None if Rose's kernel would read something else in it than vLLM's."""
+        """Return the packed layer over vLLM's memory; None if Rose's kernel cannot read its layout (see ``unread``)."""
         module = self._module
         names = [type(each).__name__ for each in (module.quant_method, self._kernel)]
         if names[0] not in METHODS or names[1] not in (*BLOCK_KERNELS, *ROW_KERNELS):
@@ -234,14 +241,14 @@ class LoadedFloat8:
 
 
 def input_quantization(kernel: Any, module: Any) -> InputQuantization | None:
-    """Return how one of vLLM's kernels quantizes a module's input; None if Rose's do not so to the same bits."""
+    """Return how one of vLLM's kernels quantizes a module's input; None if Rose's cannot do it to the same bits."""
     name, by_group = type(kernel).__name__, type(kernel).__name__ in BLOCK_KERNELS
     if name not in QUANTIZED_KERNELS or kernel.config.out_dtype is None:
         return None
     if by_group and module.input_size_per_partition % SCALED_BLOCK:
         return None
     quantize = kernel.quant_fp8
-    # What vLLM can compile in the place of its kernel rounds otherwise.
+    # vLLM may use compiled torch operations in place of its CUDA kernel; they round differently.
     is_known = type(quantize).__name__ == "QuantFP8" and quantize._forward_method == quantize.forward_cuda
     is_known = is_known and tuple(quantize.group_shape) == (1, SCALED_BLOCK if by_group else -1)
     has_bound = quantize.static or getattr(module, "input_scale_ub", None) is not None
@@ -254,7 +261,7 @@ def input_quantization(kernel: Any, module: Any) -> InputQuantization | None:
 
 
 def _multiplied(kernel: Any, module: Any, x: QuantizedActivations) -> torch.Tensor:
-    """Return what a kernel's ``apply_weights`` makes of the input that it has quantized."""
+    """Return a product of input that is quantized already, as the kernel's ``apply_weights`` would compute it."""
     factors = {"A": x.values, "B": module.weight, "As": x.scales, "Bs": _scales_of(module)}
     product: torch.Tensor
     dtype = kernel.config.out_dtype
@@ -272,7 +279,7 @@ def _scales_of(module: Any) -> Any:
 
 
 def _has_nan(values: torch.Tensor) -> torch.Tensor:
-    """Return whether an e4m3 weight has a code that is no number, on its device. Rose's kernel takes it for 480."""
+    """Return whether an e4m3 weight contains a NaN, [] bool on its device: Rose's kernel would read it as 480."""
     bits = values.view(torch.uint8)
     parts = bits.split(max(_CHECKED_BYTES // bits.shape[1], 1))
     return torch.stack([(part & 0x7F).amax() for part in parts]).amax() == 0x7F

@@ -22,27 +22,28 @@ METHODS = (
     *("CompressedTensorsLinearMethod", "AutoGPTQLinearMethod"),
     *("AutoAWQMarlinLinearMethod", "AutoAWQLinearMethod"),
 )
-"""vLLM's, whose parameters are as a checkpoint has them until they are processed."""
+"""vLLM's quantization methods that keep the checkpoint's format until ``process_weights_after_loading``."""
 SCHEME = "CompressedTensorsWNA16"
-"""The one of vLLM's compressed-tensors method that multiplies such weights by activations in 16 bits."""
+"""vLLM's compressed-tensors scheme for such weights with activations in 16 bits."""
 
 
 def added_bias(module: Any) -> torch.Tensor | None:
     """Return the bias that this rank adds, [O]; None: it adds none."""
-    # Rank 0 adds the one that all ranks' sum needs once, as vLLM's module does.
+    # With row parallelism ranks' products are summed, so only rank 0 adds the bias, as in vLLM's module.
     is_added = module.bias is not None and not (isinstance(module, RowParallelLinear) and module.tp_rank > 0)
     return module.bias.data if is_added else None
 
 
 class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
-    """One linear module, as vLLM's method of it: what is loaded becomes an ``Int4Weight``.
+    """Quantization method of one linear module, which turns the loaded weight into an ``Int4Weight``.
 
-    A reload copies what it makes to where the first one was, as vLLM's reloads do with all that a method makes.
+    When weights are reloaded, vLLM copies the new ``Int4Weight`` to the address of the first, as for all methods.
 
     Args:
-        max_rows: tokens of a step, up to which Rose's kernel multiplies where it is not a small batch.
-        packs: prepare it for few decodes.
-        gated: it is the first one of a gated MLP.
+        max_rows: largest step that is multiplied by Rose's kernel if it is not a small batch; a library multiplies
+            larger ones.
+        packs: prepare it for small batches.
+        gated: whether it is the gate and up projection of a gated MLP.
     """
 
     supports_pre_processed_weights = False
@@ -61,7 +62,7 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         module.quant_method = self
 
     def create_weights(self, *args: Any, **options: Any) -> None:
-        """Leave parameters to vLLM's method."""
+        """Let vLLM's method create the parameters, in the checkpoint's format."""
         self._vllms.create_weights(*args, **options)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -95,7 +96,7 @@ class RoseInt4Method(LinearMethodBase):  # type: ignore[misc]
         raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
 
     def read(self) -> Linear:
-        """Return the product as it is loaded now."""
+        """Return the layer with the weights that are loaded now."""
         module, form = self._module, self._scheme.form
         words, scales = getattr(module, form.codes.name).data, getattr(module, form.scales_name).data
         zeros = getattr(module, form.zeros.name).data if self._scheme.has_zeros else None

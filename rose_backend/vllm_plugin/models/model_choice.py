@@ -28,7 +28,7 @@ from rose_backend.vllm_plugin.options import (
 )
 from rose_backend.vllm_plugin.plugin_logger import log_once
 
-_ROOM = "rose_backend.vllm_plugin.models"
+_PACKAGE = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
 EAGLE3_HEAD = "RoseEagle3LlamaForCausalLM"
 QWEN2_5_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
@@ -42,10 +42,10 @@ DECODERS = {
 }
 """vLLM's names, and Rose's for the same models with the standalone engine's layers."""
 MODEL_CLASSES = {
-    GPT2: f"{_ROOM}.gpt2:{GPT2}",
-    EAGLE3_HEAD: f"{_ROOM}.eagle3:{EAGLE3_HEAD}",
+    GPT2: f"{_PACKAGE}.gpt2:{GPT2}",
+    EAGLE3_HEAD: f"{_PACKAGE}.eagle3:{EAGLE3_HEAD}",
     **{
-        name: f"{_ROOM}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
+        name: f"{_PACKAGE}.{'vision_decoder' if vllms in _TAKE_IMAGES else 'decoder'}:{name}"
         for vllms, name in DECODERS.items()
     },
 }
@@ -55,14 +55,16 @@ _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _MROPE_TYPES = ("default", "yarn")
 _ROPE_FIELDS = ("use_fope", "rope_dim")
-"""Make a rotation another one than ``rope_type`` says, as ``mrope_section`` does, which models with images have."""
+"""Fields that change the rotation whatever ``rope_type`` says."""
 _LOAD_FORMATS = (
     *("auto", "hf", "safetensors", "pt", "npcache", "dummy", "mistral"),
     *("fastsafetensors", "instanttensor", "runai_streamer"),
 )
-"""Those that read a checkpoint, or draw one; others bring weights as vLLM's layers keep them."""
+"""Load formats that read weights in a checkpoint's layout, or make random ones. Others deliver them in the layout of
+vLLM's layers."""
 _WEIGHT_TRANSFERS = ("nccl", "ipc")
-"""Those that load checkpoints' weights; others write into parameters, which hold packed weights here."""
+"""Weight transfer backends that use weight loaders. Others write into parameters directly, and those of Rose's layers
+are packed."""
 KEEP_OPTION = '--additional-config \'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\''
 """Keeps vLLM's layers."""
 NO_LAYERS = "no layers of Rose's for this model"
@@ -72,20 +74,20 @@ class ModelChoice(NamedTuple):
     """The class that runs a model."""
 
     architecture: str | None
-    """Name of Rose's class; None: vLLM's own stays."""
+    """Name of Rose's class; None: vLLM's own class stays."""
     reason: str | None = None
-    """Why vLLM's own stays although Rose's parts of layers are switched on."""
+    """Why vLLM's class stays although ``fused_mlp`` or ``fused_add_layernorm`` is on."""
 
 
 def choose_model_class(
-    vllm_config: VllmConfig, options: PluginConfig, *, leaves_graphs: bool = False
+    vllm_config: VllmConfig, options: PluginConfig, *, has_default_graphs: bool = False
 ) -> ModelChoice:
-    """Point the configuration at Rose's class for its model, if there is one and it is switched on.
+    """Make the configuration name Rose's class for its model, if there is one and it is switched on.
 
-    Call it when all else of the configuration is settled, CUDA graphs too.
+    Call it when the rest of the configuration is final, CUDA graphs included.
 
     Args:
-        leaves_graphs: the user has set no CUDA graph option, so that Rose's class decides which steps are captured.
+        has_default_graphs: the user has set no CUDA graph option, so Rose may choose which steps are captured.
 
     Raises:
         ConfigError: weights are offloaded in a way that Rose's GPT-2 cannot wait for.
@@ -96,17 +98,17 @@ def choose_model_class(
     architectures = getattr(model_config.hf_config, "architectures", None) or []
     chosen = str(architectures[0]) if len(architectures) == 1 else ""
     if chosen not in MODEL_CLASSES:
-        # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
+        # The architecture that vLLM has resolved: with --model-impl transformers its name is not in the table.
         chosen = _ROSE_ARCHITECTURES.get(model_config.architecture, "")
-        # vLLM's class clears image features in Python after a step with prompts, so Rose's does not replay such steps.
-        leaves_pieces = (
-            leaves_graphs and model_config.architecture == QWEN3_VL and vllm_config.use_v2_model_runner
+        # vLLM's class clears image features in Python after a step with prompts, so only decodes are captured.
+        may_drop_piecewise = (
+            has_default_graphs and model_config.architecture == QWEN3_VL and vllm_config.use_v2_model_runner
         )
-        reason = _why_class_stays(vllm_config, chosen, options, leaves_pieces=leaves_pieces)
+        reason = _why_class_stays(vllm_config, chosen, options, may_drop_piecewise=may_drop_piecewise)
         if reason is not None:
             return ModelChoice(None, reason)
         compilation = vllm_config.compilation_config
-        if leaves_pieces and compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        if may_drop_piecewise and compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     model_config.hf_config.architectures = [chosen]
     if chosen == GPT2:
@@ -114,19 +116,23 @@ def choose_model_class(
     if has_eagle_head(vllm_config):
         _choose_head_class(vllm_config)
         _fuse_without_compiler(vllm_config)
-    # There is nothing to compile: the loop over layers launches Rose's kernels.
+    # Nothing is compiled by torch: the loop over layers launches Rose's kernels.
     vllm_config.compilation_config.mode = CompilationMode.NONE
     custom_ops = vllm_config.compilation_config.custom_ops
     is_float8 = float8_scales(vllm_config.quant_config) is not None
     if is_float8 and not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
-        # vLLM's products launch it. It is one kernel so, and several torch operations where nothing is compiled.
+        # vLLM's products quantize their input: by one kernel with this op, by several torch operations without, as
+        # nothing is compiled.
         custom_ops.append("+quant_fp8")
     return ModelChoice(chosen)
 
 
 def _choose_head_class(vllm_config: VllmConfig) -> None:
-    """Point the configuration at Rose's class for its EAGLE head, if there is one, and take drafts from the head's own
-    vocabulary: vLLM would spread its logits over the model's first."""
+    """Make the configuration name Rose's class for its EAGLE head, if there is one.
+
+    Greedy drafts are then chosen from the head's own, smaller vocabulary; vLLM would first scatter the head's logits to
+    the model's.
+    """
     speculative = vllm_config.speculative_config
     draft_config = speculative.draft_model_config
     if EAGLE3_HEAD in (draft_config.hf_config.architectures or ()):
@@ -166,31 +172,34 @@ def _why_head_stays(vllm_config: VllmConfig) -> str | None:
 
 
 def _fuse_without_compiler(vllm_config: VllmConfig) -> None:
-    """Let a drafter's layers, which are vLLM's, run vLLM's fused operations, as if nothing had ever been compiled."""
+    """Let a drafter's layers, which are vLLM's, use vLLM's fused operations, as vLLM does with compilation off."""
     compilation, priority = vllm_config.compilation_config, vllm_config.kernel_config.ir_op_priority
     compiled = asdict(current_platform.get_default_ir_op_priority(vllm_config))
     compilation.mode = CompilationMode.NONE
     launched = asdict(current_platform.get_default_ir_op_priority(vllm_config))
-    # The others are the user's choice.
+    # Only priorities that still have their default; the user has set the others.
     defaults = {name: launched[name] for name in launched if getattr(priority, name) == compiled[name]}
     vllm_config.kernel_config.ir_op_priority = replace(priority, **defaults)
     compilation.custom_ops[:] = ["all" if name == "none" else name for name in compilation.custom_ops]
 
 
 def forget_compilation_mode(vllm_config: VllmConfig) -> None:
-    """Let vLLM finish a copy of a finished configuration as it has finished the original."""
+    """Unset the compilation mode that ``choose_model_class`` has set, before vLLM finishes a copy of a configuration.
+
+    The copy then gets the same defaults as the original.
+    """
     model_config = vllm_config.model_config
     if model_config is not None and set(DECODERS.values()) & set(model_config.hf_config.architectures or ()):
         vllm_config.compilation_config.mode = None
 
 
 def _why_class_stays(
-    vllm_config: VllmConfig, chosen: str, options: PluginConfig, *, leaves_pieces: bool
+    vllm_config: VllmConfig, chosen: str, options: PluginConfig, *, may_drop_piecewise: bool
 ) -> str | None:
-    """Return why vLLM's own class runs the model and not ``chosen``; None if nothing speaks against it.
+    """Return why vLLM's own class runs the model instead of ``chosen``; None if ``chosen`` can.
 
     Args:
-        leaves_pieces: whether the model need not have vLLM's piecewise CUDA graphs.
+        may_drop_piecewise: whether the model may do without vLLM's piecewise CUDA graphs.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -206,11 +215,11 @@ def _why_class_stays(
     if chosen != GPT2:
         return (
             _why_decoder_stays(vllm_config)
-            or _why_steps_are_compiled(vllm_config, leaves_pieces)
+            or _why_steps_are_compiled(vllm_config, may_drop_piecewise)
             or _why_weights_differ(vllm_config, options)
         )
     if vllm_config.quant_config is not None:
-        # Rose adds biases itself, which a method may have rearranged for its kernel, as Marlin's.
+        # Rose adds biases itself, and a quantization method (Marlin's) may have rearranged them for its kernel.
         return "quantized weights"
     activation = getattr(model_config.hf_config, "activation_function", None)
     if activation not in _TANH_GELUS:
@@ -249,7 +258,7 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
-    """Return what is quantized in a way that Rose's layers do not take; None if nothing is, or if they take it."""
+    """Return why Rose's layers cannot use the model's quantized weights; None if they can, or nothing is quantized."""
     quant_config = vllm_config.quant_config
     if quant_config is None and vllm_config.model_config.quantization is None:
         return None
@@ -266,7 +275,7 @@ def _why_weights_differ(vllm_config: VllmConfig, options: PluginConfig) -> str |
 
 
 def _why_images_differ(vllm_config: VllmConfig) -> str | None:
-    """Return what a model that takes images has that Rose's layers do not; None if nothing, or without images."""
+    """Return what Rose's layers do not support in a model that takes images; None if nothing, or for other models."""
     if vllm_config.model_config.architecture not in _TAKE_IMAGES:
         return None
     reasons = {
@@ -281,7 +290,7 @@ def _why_images_differ(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
-    """Return what LoRA adapters have that Rose's layers do not; None if nothing, or if there are none."""
+    """Return what Rose's layers do not support in the LoRA options; None if nothing, or without LoRA."""
     lora, dtype = vllm_config.lora_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
     if lora is None:
         return None
@@ -297,7 +306,7 @@ def _why_adapters_differ(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_config_differs(fields: Any, takes_images: bool) -> str | None:
-    """Return what of a config.json Rose's layers do not have; None if they have all."""
+    """Return what Rose's layers do not support in a config.json; None if nothing."""
     rope: Mapping[str, Any] = getattr(fields, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if (
@@ -317,26 +326,26 @@ def _why_config_differs(fields: Any, takes_images: bool) -> str | None:
     return first_reason(others)
 
 
-def _why_steps_are_compiled(vllm_config: VllmConfig, leaves_pieces: bool) -> str | None:
-    """Return why vLLM's compiled layers are better off; None if full graphs, or none, run the steps.
+def _why_steps_are_compiled(vllm_config: VllmConfig, may_drop_piecewise: bool) -> str | None:
+    """Return why vLLM's compiled layers are needed; None if all steps run from full CUDA graphs, or without graphs.
 
     Args:
-        leaves_pieces: whether the model need not have vLLM's piecewise CUDA graphs.
+        may_drop_piecewise: whether the model may do without vLLM's piecewise CUDA graphs.
     """
     if not current_platform.is_cuda():
         return None
     compilation = vllm_config.compilation_config
     if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
         return "this compilation mode"
-    # Pieces between attention are captured from compiled code only. Rose's layers would be launched in such steps.
-    has_pieces = not leaves_pieces and compilation.cudagraph_mode.requires_piecewise_compilation()
+    # Piecewise graphs are captured from compiled code only, so Rose's layers would be launched kernel by kernel.
+    has_pieces = not may_drop_piecewise and compilation.cudagraph_mode.requires_piecewise_compilation()
     return "piecewise CUDA graphs" if has_pieces else None
 
 
 def _hooks_blocks(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM fetches a layer's weights when the whole layer is called, which Rose's model never does.
+    """Whether offloaded weights are fetched by a hook on calls of whole layers, which Rose's model never makes.
 
-    Weights that the GPU reads in host memory (UVA) need no call.
+    Weights that the GPU reads from CPU memory (UVA) need no hook.
     """
     offload = vllm_config.offload_config
     backend = offload.offload_backend

@@ -1,10 +1,10 @@
-"""Running requests that decode, as lists and arrays, so that a step schedules them without a loop.
+"""Running requests that decode, as lists and arrays, so that a step schedules them without per-request decisions.
 
-A decode computes one token or, beside drafts, one and all its drafts. As vLLM does, a step counts them all as computed,
-and what was rejected is taken back when its output arrives.
+A decode computes one token or, with speculative decoding, one token and all its drafts. As in vLLM, scheduling a step
+counts all of them as computed, and rejected drafts are subtracted when the step's output arrives.
 
-The state of a request stays on vLLM's own object and is always up to date; this saves reading it again in each step.
-Sampled tokens without side effects are appended and sent for all requests of a step at once, too (``FastOutputs``).
+The state of a request stays on vLLM's own object and is always up to date; the arrays save reading it in each step.
+Sampled tokens without side effects are also appended and sent for all requests of a step at once (``FastOutputs``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 
+_ROW, _CAPACITY, _COMPUTED, _PROMPT, _LAST_STEP, _KNOWN = range(6)
+"""First index of ``DecodeBatch``'s ``numbers``: row in the block manager, tokens that fit into the row's blocks,
+computed tokens, prompt tokens, ``RequestConstants.last_step`` and, with drafts only, tokens with known ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestConstants:
-    """What of a request does not change while it runs."""
+    """The parts of a request that do not change while it runs."""
 
     all_token_ids: list[int]
     """vLLM's own list, which grows."""
@@ -42,8 +46,8 @@ class RequestConstants:
     """Number of output tokens from which the next one is the last."""
     stop_token_ids: frozenset[int | None]
     has_tokens_only: bool
-    """Whether an output carries tokens only, and log-probabilities of them: no grammar, no session, no trace, no counts
-    of its drafts."""
+    """Whether outputs carry nothing but tokens and their log-probabilities: the request has no grammar, session, trace
+    or draft counts of its own."""
     has_logprobs: bool
     has_grammar: bool
 
@@ -74,14 +78,14 @@ class RequestConstants:
 
 
 class AppendedTokens(NamedTuple):
-    """What became of a step's requests on the fast path."""
+    """What the fast path did in a step."""
 
     request_ids: list[str]
-    """Those that got their tokens. All others are unchanged."""
+    """The requests that got their tokens. All others are unchanged, and left to vLLM."""
     counts: list[int] | None
-    """Tokens that each of them got; None without drafts, where it is one."""
+    """Tokens that each of them got; None without drafts: one each."""
     outputs: dict[int, list[EngineCoreOutput]]
-    """Of each of them, by client."""
+    """Their outputs, by client index."""
 
 
 class FastOutputs:
@@ -114,11 +118,11 @@ class FastOutputs:
             for request, each in zip(self._requests, constants, strict=True)
             if each.has_logprobs
         }
-        # The union over all requests: a token in it is left to vLLM, which checks that request's stop tokens.
+        # The union over all requests: a request that samples any of these is left to vLLM, which checks its own set.
         self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
         self._clients = {request.client_index for request in self._requests}
         self._hashes_blocks = any(request._block_hasher is not None for request in self._requests)
-        # Tokens that each request may get before all are to be looked at again, as long as nobody intervenes.
+        # Tokens that each request may get before all are checked again, unless ``num_interventions`` changes.
         self._num_usual_tokens, self._num_interventions = 0, -1
 
     def append_tokens(
@@ -131,11 +135,10 @@ class FastOutputs:
         """Append this step's tokens to every request that does not finish and has no other event.
 
         Args:
-            model_runner_output: of the step.
-            num_placeholders: that the step had added to each request for each of its tokens.
-            num_interventions: changes with every call that may have changed a request.
-            holds_encoder_outputs: whether outputs of an encoder are kept for a request, which vLLM releases when the
-                step after them is over.
+            model_runner_output: vLLM's output of the step.
+            num_placeholders: ``num_output_placeholders`` that scheduling added per token: 1 or 0.
+            num_interventions: a count that grows with every call that may have changed a request, such as an abort.
+            holds_encoder_outputs: whether encoder outputs are still cached for a request; vLLM's code releases them.
         """
         index, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         request_ids, appends = self._request_ids, self._appends
@@ -174,7 +177,7 @@ class FastOutputs:
             extend_output(tokens)
             extend_all(tokens)
             request.num_in_flight_tokens -= num_tokens
-            # Of those that were accepted and of those that were not.
+            # Accepted or not, each scheduled token had its placeholder.
             request.num_output_placeholders -= num_placeholders
             request.num_computed_tokens -= num_tokens - count
         return counts
@@ -185,9 +188,10 @@ class FastOutputs:
         num_interventions: int,
         holds_encoder_outputs: Callable[[Request], bool],
     ) -> bool:
-        """Whether the tokens of each request are appended as usual; False if it is to be found out one by one.
+        """Whether every request only needs its tokens appended; False if some request needs vLLM's code.
 
-        Once all requests were, they are until a token may be the last of one, stops one, or somebody intervenes.
+        After a check of all requests the answer stays true, without another check, until a request may reach its
+        length limit, a stop token is sampled, or ``num_interventions`` changes.
         """
         num_tokens = self._num_tokens
         is_known = self._num_usual_tokens >= num_tokens and num_interventions == self._num_interventions
@@ -245,22 +249,24 @@ NewBlockIds = list[tuple[list[int], ...] | None]
 
 
 class DecodeRequestData(CachedRequestData):
-    """vLLM's ``CachedRequestData`` of decodes, whose numbers of tokens become lists when they are first read.
+    """vLLM's ``CachedRequestData`` of decodes, whose token counts become lists only when they are first read.
 
-    Steps that are replayed whole read neither. Other processes get vLLM's own class.
+    Steps that are replayed whole do not read them. Pickled, it becomes vLLM's own class.
     """
 
     _batch_numbers: NDArray[np.int64]
     _num_more: int
+    """Tokens that each request has computed since ``_batch_numbers`` was read."""
 
     @classmethod
     def of(
         cls, request_ids: list[str], new_block_ids: NewBlockIds, numbers: NDArray[np.int64], num_more: int
     ) -> DecodeRequestData:
-        """Build the data of a step of a batch with ``numbers``; see ``DecodeBatch``.
+        """Build the data of a step of a batch.
 
         Args:
-            num_more: tokens of each request that are computed now, beyond these numbers.
+            numbers: see ``DecodeBatch``.
+            num_more: tokens that each request has computed beyond these numbers.
         """
         data = cls.__new__(cls)
         data.req_ids = request_ids
@@ -274,14 +280,14 @@ class DecodeRequestData(CachedRequestData):
     @cached_property
     def num_computed_tokens(self) -> list[int]:  # type: ignore[override]
         """Of each request, before the step."""
-        computed: list[int] = (self._batch_numbers[2] + self._num_more).tolist()
+        computed: list[int] = (self._batch_numbers[_COMPUTED] + self._num_more).tolist()
         return computed
 
     @cached_property
     def num_output_tokens(self) -> list[int]:  # type: ignore[override]
-        """Of each request; all tokens but the first that this step computes are computed, placeholders included."""
+        """Of each request, placeholders included: a decode has computed all its tokens but the newest one."""
         numbers = self._batch_numbers
-        outputs: list[int] = (numbers[2] - numbers[3] + (self._num_more + 1)).tolist()
+        outputs: list[int] = (numbers[_COMPUTED] - numbers[_PROMPT] + (self._num_more + 1)).tolist()
         return outputs
 
     def __reduce__(self) -> tuple[type[CachedRequestData], tuple[Any, ...]]:
@@ -290,15 +296,15 @@ class DecodeRequestData(CachedRequestData):
 
 
 class DecodeBatch:
-    """The leading running requests, up to the first that does not decode. Steps share it while these stay the same.
+    """The leading running requests, up to the first that does not decode. One object serves steps of the same requests.
 
     Args:
         running: these requests, in vLLM's order.
-        requests: those of them that get a token.
-        constants: of each of these.
-        numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens now,
-            tokens of the prompt, and ``RequestConstants.last_step``; ``[6, N]`` beside drafts, with the known tokens.
-        holders: the requests that hold blocks, these among them.
+        requests: those of them that get a token; the others wait for their last token from a step in flight.
+        constants: of each of ``requests``.
+        numbers: int64 ``[5, N]``, with drafts ``[6, N]``: one column for each of ``requests``, indexed by ``_ROW`` and
+            the names beside it.
+        holders: all requests that hold blocks, these among them.
         max_model_len: of the engine.
     """
 
@@ -314,7 +320,7 @@ class DecodeBatch:
         self.running = running
         self._num_tokens = num_tokens = holders.tokens_per_decode
         self.request_ids = [request.request_id for request in requests]
-        """Shared by all steps of the batch, as ``num_scheduled_tokens``: nobody changes them."""
+        """Like ``num_scheduled_tokens`` shared by all steps of the batch, so it must not be changed."""
         self.num_scheduled_tokens = dict.fromkeys(self.request_ids, num_tokens)
         self.total_num_scheduled_tokens = num_tokens * len(requests)
         self.fast_outputs = FastOutputs(requests, constants, num_tokens)
@@ -324,34 +330,34 @@ class DecodeBatch:
         self.has_grammar = bool(self._grammar_requests)
         """Whether a request has structured output."""
         self._holders, self._max_model_len = holders, max_model_len
-        self._is_behind = False
+        self._is_stale = False
         self._count_from(numbers)
 
     def _count_from(self, numbers: NDArray[np.int64]) -> None:
-        """Count steps from 0 again, with these numbers."""
+        """Count steps from 0 again, starting at these numbers."""
         self._numbers, self._num_steps = numbers, 0
         # A request that gets no token now may be gone at the next step.
         is_complete = len(self._requests) == len(self.running)
         self._last_step = int(self._num_certain_steps().min()) if is_complete else 0
-        self._num_steps_with_room = self._num_steps_that_fit(numbers[1], numbers[2])
+        self._num_steps_with_room = self._num_steps_that_fit(numbers[_CAPACITY], numbers[_COMPUTED])
         self._full_at_step = int(self._num_steps_with_room.min())
 
     def _num_steps_that_fit(
         self, capacity: NDArray[np.int64], num_computed_tokens: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return how many steps of each request fit into its blocks, with what a drafter writes after them."""
+        """Return how many steps of each request, [N], fit into its blocks, with the drafter's look-ahead slots."""
         num_free: NDArray[np.int64] = capacity - num_computed_tokens - self._holders.num_lookahead_tokens
         return num_free // self._num_tokens
 
     def _num_certain_steps(self) -> NDArray[np.int64]:
-        """Return how many steps each request certainly has with all their tokens, counted from step 0."""
-        num_computed_tokens, last_steps = self._numbers[2], self._numbers[4]
+        """Return how many steps, counted from step 0, each request certainly has with all its tokens, [N]."""
+        num_computed_tokens, last_steps = self._numbers[_COMPUTED], self._numbers[_LAST_STEP]
         if self._num_tokens == 1:
             return last_steps - num_computed_tokens
         # num_computed_tokens assumes that all drafts are accepted, and vLLM trims drafts at max_model_len by it.
         # Whether a step may be the last depends on tokens already sampled.
         num_that_fit = (self._max_model_len - 1 - num_computed_tokens) // self._num_tokens
-        return np.where(self._numbers[5] < last_steps, num_that_fit, 0)
+        return np.where(self._numbers[_KNOWN] < last_steps, num_that_fit, 0)
 
     @classmethod
     def at_head_of(
@@ -362,11 +368,11 @@ class DecodeBatch:
         max_model_len: int,
         last: DecodeBatch | None,
     ) -> DecodeBatch | None:
-        """Return the batch of all running requests before the first that computes another number of tokens, if any.
+        """Return the batch of the running requests before the first that computes another number of tokens, if any.
 
         Args:
-            known_constants: of requests of the last step that was not a batch's.
-            last: the batch of the step before; requests that it shares are not read again.
+            known_constants: constants of the decodes of the last step that vLLM's code scheduled.
+            last: the batch of the step before; requests that are in both are not read again.
         """
         known = {} if last is None else last._positions_of_next()
         num_tokens = holders.tokens_per_decode
@@ -389,7 +395,7 @@ class DecodeBatch:
                 positions.append(position)
         if not requests:
             return None
-        # Beside a batch, those of a request that has been in steps since then may be out of date.
+        # After steps of a batch they may be out of date, for a request that has left it and come back.
         noted = known_constants if last is None else {}
         constants = [noted.get(each) or RequestConstants.of(each, max_model_len) for each in new_requests]
         rows = [holders.row_of[request.request_id] for request in new_requests]
@@ -410,7 +416,7 @@ class DecodeBatch:
         return cls(running[:num_seen], requests, constants, numbers, holders, max_model_len)
 
     def _positions_of_next(self) -> dict[Request, int]:
-        """Return the positions of the requests that certainly get another token."""
+        """Return the position of each request that will certainly get another token."""
         if not self._has_outputs_or_placeholders():
             return {}
         known = dict(zip(self._requests, range(len(self._requests)), strict=True))
@@ -420,41 +426,42 @@ class DecodeBatch:
 
     def _numbers_now(self) -> NDArray[np.int64]:
         numbers = self._numbers.copy()
-        numbers[2] += self._num_steps * self._num_tokens
+        numbers[_COMPUTED] += self._num_steps * self._num_tokens
         return numbers
 
     def note_tokens(self, counts: list[int] | None) -> None:
-        """Take back what an earlier step counted as computed and its output has rejected. Needed beside drafts only.
+        """Uncount the drafts that the output of an earlier step has rejected. Needed with drafts only.
 
         Args:
-            counts: tokens that each request got from a step of this batch; None if requests may have changed otherwise.
+            counts: tokens that each request got from a step of this batch; None if requests may have changed in other
+                ways, so that they have to be read again.
         """
         if counts is None:
-            self._is_behind = True
+            self._is_stale = True
             return
         numbers = self._numbers_now()
-        numbers[2] -= self._num_tokens - np.array(counts)
-        numbers[5] += counts
+        numbers[_COMPUTED] -= self._num_tokens - np.array(counts)
+        numbers[_KNOWN] += counts
         self._count_from(numbers)
 
-    def _catch_up(self) -> None:
+    def _read_again(self) -> None:
         numbers = self._numbers.copy()
-        numbers[2] = [request.num_computed_tokens for request in self._requests]
+        numbers[_COMPUTED] = [request.num_computed_tokens for request in self._requests]
         if self._num_tokens > 1:
-            numbers[5] = [len(each.all_token_ids) for each in self._constants]
-        self._is_behind = False
+            numbers[_KNOWN] = [len(each.all_token_ids) for each in self._constants]
+        self._is_stale = False
         self._count_from(numbers)
 
     def _has_outputs_or_placeholders(self) -> bool:
-        """Whether the step before has its tokens or placeholders for them; the same for all requests."""
+        """Whether the tokens of the step before are known or have placeholders; the same for all requests."""
         request = self._requests[0]
         num_known = len(self._constants[0].all_token_ids) + request.num_output_placeholders
         return num_known - request.num_computed_tokens == 1
 
     def is_at_head_of(self, running: list[Request]) -> bool:
-        """Whether it is still the batch of the leading requests: all are in the step again, and no other would join."""
-        if self._is_behind:
-            self._catch_up()
+        """Whether the next step decodes exactly these requests again: none leaves, and none after them would join."""
+        if self._is_stale:
+            self._read_again()
         num_requests = len(self.running)
         if self._num_steps >= self._last_step or not self._has_outputs_or_placeholders():
             return False
@@ -475,13 +482,15 @@ class DecodeBatch:
         new_block_ids: NewBlockIds = [None] * len(self._requests)
         if self._num_steps >= self._full_at_step:
             full = np.flatnonzero(self._num_steps_with_room <= self._num_steps)
-            full_rows, holders = self._numbers[0][full].tolist(), self._holders
+            full_rows, holders = self._numbers[_ROW][full].tolist(), self._holders
             blocks = holders.allocate_next_blocks(full_rows, len(self._requests))
             if blocks is None:
                 return None
             capacity = np.array([holders.capacity[row] for row in full_rows])
-            self._numbers[1, full] = capacity
-            self._num_steps_with_room[full] = self._num_steps_that_fit(capacity, self._numbers[2, full])
+            self._numbers[_CAPACITY, full] = capacity
+            self._num_steps_with_room[full] = self._num_steps_that_fit(
+                capacity, self._numbers[_COMPUTED, full]
+            )
             self._full_at_step = int(self._num_steps_with_room.min())
             for position, new in zip(full.tolist(), blocks, strict=True):
                 new_block_ids[position] = new
@@ -505,10 +514,10 @@ class DecodeBatch:
         return any(request.num_output_placeholders for request in self._grammar_requests)
 
     def has_no_use_for_drafts(self, is_unused: Callable[[Request, int, int], bool]) -> bool:
-        """Whether no request has a step after the next one. Of a batch that goes on the first request usually has.
+        """Whether no request has a step after the next one. (Usually the first request has one, which ends the check.)
 
         Args:
-            is_unused: says it of a request, of its computed tokens, and of those that it computes in the next step.
+            is_unused: vLLM's test of one request, given its computed tokens and those that the next step computes.
         """
         num_tokens = self._num_tokens
         return all(is_unused(request, request.num_computed_tokens, num_tokens) for request in self._requests)
@@ -523,9 +532,9 @@ class DecodeBatch:
         return DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, num_more)
 
     def drafts_of_next_step(self) -> dict[str, list[int]]:
-        """Return placeholders for each request's drafts, which the workers have, in the next step's scheduler output.
+        """Return placeholders for each request's drafts in the next step's scheduler output; workers have the drafts.
 
-        With grammars, vLLM's engine core replaces the placeholders of one step with the drafts themselves.
+        A copy: with grammars, vLLM's engine core replaces the placeholders of one step with the drafts themselves.
         """
         return self._drafts.copy()
 
@@ -533,8 +542,9 @@ class DecodeBatch:
         """Count the next step's tokens of every request as scheduled.
 
         Args:
-            num_placeholders: that each of its tokens adds: 1 when the next step is scheduled before its end, else 0.
-            step_seq: number of the step, where blocks may be freed only after the last one that writes them; or None.
+            num_placeholders: ``num_output_placeholders`` to add per token: 1 with asynchronous scheduling, else 0.
+            step_seq: vLLM's number of the step, if it frees blocks only after the last step that writes to them; None
+                if it does not.
         """
         self._num_steps += 1
         num_tokens = self._num_tokens
@@ -549,7 +559,7 @@ class DecodeBatch:
 
 
 def _num_new_tokens(request: Request, max_model_len: int) -> int:
-    """Return how many tokens vLLM would schedule of a running request without limits of the step."""
+    """Return how many tokens of a running request vLLM would schedule if the step had no limits."""
     computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
     if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
         # A step in flight computes its last token.

@@ -1,9 +1,13 @@
-"""vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's.
+"""vLLM's schedulers with Rose's block manager and batched scheduling of decodes.
 
-Running requests that decode, one token each or one and all their drafts, need no decision, so they are scheduled all at
-once; and sampled tokens without side effects (no stop, no grammar) are appended and sent all at once. Everything else
-takes vLLM's own code, which then sees the remaining requests only. Steps may switch between the two at any time: the
-state is vLLM's, and always complete.
+Scheduling decisions stay vLLM's. Running requests that decode (one token each, or one and all drafts) need no decision,
+so they are scheduled in one pass (``DecodeBatch``); sampled tokens without side effects (no stop, no grammar) are
+appended and sent in one pass (``FastOutputs``). All other requests go through vLLM's own ``schedule`` and
+``update_from_output``, which see only those. Any step may switch between the two: all state is vLLM's, and complete
+after each step.
+
+Two choices are Rose's: how many prompt tokens join decodes (``StepBudget``), and whether a step has drafts
+(``DraftDepth``).
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ from rose_backend.vllm_plugin.scheduler.decode_batch import (
 )
 
 _ROWS_WITH_CONNECTOR = 4
-"""Requests that hold blocks, those that are loaded or being sent included, for each that may run: one more, when rows
-are short, waits for others to be sent."""
+"""Rows of the block manager per running request with a KV connector: requests that are being loaded or sent also hold
+blocks. When rows run out, a request waits until others have been sent."""
 
 
 class StepInFlight(NamedTuple):
@@ -62,19 +66,20 @@ class StepInFlight(NamedTuple):
     fast_outputs: FastOutputs
     """Its requests on the fast path."""
     scheduled_s: float
+    """When it was scheduled, by ``time.perf_counter``."""
     num_prompt_tokens: int | None
-    """That it computes beside decodes; None if nothing is to be learned from its time."""
+    """Prompt tokens that it computes besides decodes; None for a step whose duration is not used."""
 
 
 class BatchedScheduling(Scheduler):
-    """Base of both schedulers."""
+    """Base class of both schedulers."""
 
     running: list[Request]
     finished_req_ids: set[str]
     reset_preempted_req_ids: set[str]
 
     _num_placeholders = 0
-    """``num_output_placeholders`` that a decode step adds to each request, for each of its tokens in flight."""
+    """``num_output_placeholders`` that scheduling a decode adds, per token."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = rose_options(vllm_config)
@@ -92,44 +97,45 @@ class BatchedScheduling(Scheduler):
         self._set_num_drafts(self.num_spec_tokens)
         self.kv_cache_manager.running.num_lookahead_tokens = self.num_lookahead_tokens
         self._batches_decode_steps = batches_decode_steps(vllm_config)
-        # Offloading takes some microseconds for each request of a step, and stores a block once its tokens are known.
+        # vLLM's offloading stores a block once its tokens are known, and spends some microseconds on each request that
+        # it is told of. So it is told only of the requests that have just filled a block.
         self._tells_of_filled_blocks_only = offloads_whole_blocks(vllm_config)
         self._max_num_batched_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         drafts = vllm_config.speculative_config
-        # Inputs beside its tokens that each request of a step has in a draft model.
+        # Inputs that a draft model has per request in addition to the step's tokens.
         self._num_draft_slots: int = 0 if drafts is None else drafts.max_num_new_slots_for_drafting
         self._may_split = why_steps_are_not_split(vllm_config) is None
         has_budget = why_steps_have_no_budget(vllm_config) is None
         self._step_budget = StepBudget.of(options.step_budget) if has_budget else None
-        # Whether the last limit let no prompt token through although there were prompts: parts that cannot be split.
+        # Whether prompts were waiting under the last limit and none could use it, because a part cannot be split.
         self._is_limit_too_small = False
         self._last_update_s = 0.0
         self._budget_log = LogInterval()
-        # Of the decodes of the last step that was not a batch's.
+        # Constants of the decodes of the last step that vLLM's code scheduled.
         self._known_constants: dict[Request, RequestConstants] = {}
         self._batch: DecodeBatch | None = None
-        # While vLLM schedules what comes after it: the batch, and its part of the step.
+        # The batch and its part of the step, while vLLM's code schedules the requests after it.
         self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
         self._in_flight: deque[StepInFlight] = deque()
-        # Calls that may have changed running requests other than by a step's usual course.
+        # Number of calls that may have changed running requests in unusual ways, such as an abort or a preemption.
         self._num_interventions = 0
-        # Tokens of the fast path's requests, until the step's statistics are made; None without drafts.
+        # Tokens that each request on the fast path got, until the step's statistics are made; None without drafts.
         self._fast_counts: list[int] | None = None
         self._draft_depth: DraftDepth | None = None
         self._shadow_drafts: ShadowDrafts[Request] | None = None
         self._next_num_drafts, self._drafts_log = self.num_spec_tokens, LogInterval()
-        # Requests whose random draws are repeatable.
+        # Requests with a seed and a temperature: their texts must be repeatable.
         self._seeded_ids: set[str] = set()
-        # Drafts of each decode in the step whose output came last, if it only decoded; else None.
+        # Drafts per decode in the step whose output came last; None unless that step only decoded.
         self._last_depth: int | None = None
         if adapts_drafts(vllm_config):
             self._adapt_drafts(vllm_config)
 
     def _adapt_drafts(self, vllm_config: Any) -> None:
-        """Choose for each step how many drafts it makes."""
+        """Set up the choice of drafts step by step."""
         self._draft_depth = DraftDepth(self.num_spec_tokens)
         speculative = vllm_config.speculative_config
-        # Synthetic acceptance has nothing to do with the texts.
+        # Synthetic acceptance ignores the texts, so looking drafts up in them would predict nothing.
         if speculative.method in NGRAM_METHODS and speculative.rejection_sample_method != "synthetic":
             bounds = speculative.prompt_lookup_min, speculative.prompt_lookup_max
             self._shadow_drafts = ShadowDrafts(self.num_spec_tokens, *bounds, tokens_of=_tokens_of_running)
@@ -138,16 +144,16 @@ class BatchedScheduling(Scheduler):
     def _draft_next(self, num_drafts: int) -> None:
         """Make this many drafts for each decode in the next step that is scheduled."""
         self._next_num_drafts = num_drafts
-        # What vLLM looks up by the number of requests.
+        # vLLM's table of drafts by number of requests, here the same for all.
         self.dynamic_sd_lookup = [num_drafts] * (self.max_num_running_reqs + 1)
 
     def _set_num_drafts(self, num_drafts: int) -> None:
-        """Take note that each decode in the next step that is scheduled has this many drafts."""
+        """Note that each decode in the next step to be scheduled verifies this many drafts, made in the step before."""
         self._num_drafts = num_drafts
         self.kv_cache_manager.running.tokens_per_decode = 1 + num_drafts
 
     def add_request(self, request: Request) -> None:
-        """Add a request to the waiting ones, or go on with its session."""
+        """Queue a request, or continue its streaming session."""
         params = request.sampling_params
         if (
             self._draft_depth is not None
@@ -161,12 +167,12 @@ class BatchedScheduling(Scheduler):
     def _choose_drafts(self, depth: DraftDepth) -> None:
         """Choose how many drafts the step to be scheduled makes for the next one.
 
-        vLLM draws other tokens beside drafts than without. So that a seed gives the same text again, no request with
-        one changes from one to the other.
+        With drafts, vLLM samples other tokens than without. Drafts stay on while there is a request with a seed, so
+        that the seed gives the same text again.
         """
         if self._seeded_ids:
             self._seeded_ids &= self.requests.keys()
-        # Where nothing runs yet, as many as will run if there is room for all.
+        # While nothing runs: as many as will run if there is room for all that wait.
         num_requests = len(self.running) or min(len(self.requests), self.max_num_running_reqs)
         chosen = depth.num_drafts if self._seeded_ids else depth.choose(num_requests)
         if chosen != self._next_num_drafts:
@@ -189,9 +195,9 @@ class BatchedScheduling(Scheduler):
             if output.num_scheduled_tokens and self._num_drafts != output.num_spec_tokens_to_schedule:
                 self._set_num_drafts(output.num_spec_tokens_to_schedule)
         if not self.use_v2_model_runner:
-            # Model runner V1 gets no data of multimodal items when a preempted request is resumed. If its blocks were
-            # evicted meanwhile, its items have to be computed again, and without their data the engine would end.
-            # So it gets them with a new request even if a prefix hit covers them; vLLM leaves them out.
+            # vLLM does not send the data of multimodal items that a prefix hit covers. Model runner V1 does not get it
+            # later either, when the request is resumed after a preemption. If the blocks were evicted in between, the
+            # items have to be computed again, and the engine would fail without their data. So all items are sent.
             for new in output.scheduled_new_reqs:
                 if new.mm_features:
                     new.mm_features = self.requests[new.req_id].mm_features
@@ -200,12 +206,12 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _note_decodes(self, output: SchedulerOutput) -> None:
-        """Prepare the fast path of those requests of a step of vLLM's that decode, with all their drafts if any."""
+        """Prepare the fast path for the requests that decode, with all drafts if any, in a step that vLLM scheduled."""
         num_drafts, drafts = self._num_drafts, output.scheduled_spec_decode_tokens
         decodes = [
             self.requests[id]
             for id, count in output.num_scheduled_tokens.items()
-            # As many tokens may also be a part of a prompt.
+            # A chunk of a prompt may have the same number of tokens, but has no drafts.
             if count == 1 + num_drafts and (not num_drafts or len(drafts.get(id, ())) == num_drafts)
         ]
         if decodes:
@@ -233,9 +239,9 @@ class BatchedScheduling(Scheduler):
         return min(stop - start, num_new_tokens) if stop else num_new_tokens
 
     def _schedule_batched(self) -> SchedulerOutput | None:
-        """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
+        """Schedule decodes at once, the rest by vLLM's code. None if that is impossible; nothing has changed then."""
         if self._num_drafts != self._next_num_drafts:
-            # vLLM's code gives every request as many placeholders as drafts will be made.
+            # The number of drafts changes: vLLM's code gives every request the new number of placeholders.
             return None
         batch = self._next_batch()
         if batch is None:
@@ -249,7 +255,7 @@ class BatchedScheduling(Scheduler):
         if not is_all and not self._may_split:
             return None
         if may_admit and self._may_pad_prompt(self.running[len(batch.running) :]):
-            # vLLM pads beside a decode that it schedules itself.
+            # Leave one decode to vLLM, which gives a prompt drafts only if it schedules a decode itself.
             batch = self._batch_of(batch.before_last_decode(), batch)
             if batch is None:
                 return None
@@ -267,7 +273,7 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _num_inputs(self, batch: DecodeBatch) -> int:
-        """Return how many of ``max_num_batched_tokens`` a step of the batch takes."""
+        """Return how much of ``max_num_batched_tokens`` a step of the batch uses."""
         return batch.total_num_scheduled_tokens + self._num_draft_slots * len(batch.request_ids)
 
     def _next_batch(self) -> DecodeBatch | None:
@@ -282,22 +288,22 @@ class BatchedScheduling(Scheduler):
         return batch if self.use_v2_model_runner or seen.issuperset(batch.request_ids) else None
 
     def _batch_of(self, running: list[Request], last: DecodeBatch | None) -> DecodeBatch | None:
-        """Return the batch at the head of some of the running requests, if any; see ``DecodeBatch.at_head_of``."""
+        """Return the batch at the head of ``running``, if any; see ``DecodeBatch.at_head_of``."""
         holders = self.kv_cache_manager.running
         return DecodeBatch.at_head_of(running, self._known_constants, holders, self.max_model_len, last)
 
     def _may_pad_prompt(self, others: list[Request]) -> bool:
-        """Whether vLLM may reach a waiting prompt of a single token, to which it gives drafts beside decodes.
+        """Whether vLLM may admit a waiting prompt of a single token, to which it would give drafts, as to a decode.
 
-        vLLM takes waiting requests in order while rows are free: each one that it admits, loads or defers takes a row.
-        Requests that it may skip take none; after many of them, assume that such a prompt can be reached.
+        vLLM takes waiting requests in order while rows are free. Each request that it admits, loads or defers takes a
+        row; those that it may skip take none. After many of the latter the answer is True without looking further.
 
         Args:
             others: running requests after the batch. If one of them is a prompt, vLLM gives no waiting prompt drafts.
         """
         if not self.num_spec_tokens or self.dynamic_sd_lookup is not None:
             return False
-        # One with multimodal items may have to wait for room for them.
+        # A prompt with multimodal items does not count: it may have to wait for room in the encoder cache.
         if any(request.is_prefill_chunk and not request.has_encoder_inputs for request in others):
             return False
         if any(request.num_tokens == 1 for request in self.kv_holding_waiting):
@@ -312,7 +318,7 @@ class BatchedScheduling(Scheduler):
             if (
                 self._is_blocked_waiting_status(request.status)
                 or request.num_stale_output_tokens
-                # A connector may need another step to tell what it has of a prompt.
+                # A connector may need another step to say how much of a prompt it has.
                 or self.connector is not None
             ):
                 num_passed += 1
@@ -331,7 +337,7 @@ class BatchedScheduling(Scheduler):
         self.current_step += 1
         self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
         if len(self.prev_step_scheduled_req_ids) > len(batch.request_ids):
-            # It holds all of them already, and some that are not in this step.
+            # A superset of the batch: keep the requests of this step only.
             self.prev_step_scheduled_req_ids.intersection_update(batch.request_ids)
         copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
         if copies:
@@ -373,22 +379,22 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _advance(self, batch: DecodeBatch, *, is_new_step: bool) -> None:
-        """Count a step of a batch, after everything that reads its requests as they were before.
+        """Count the batch's tokens as scheduled. Call it last: everything before reads its requests as they were.
 
         Args:
-            is_new_step: whether vLLM has not counted it, as a step with tokens.
+            is_new_step: whether vLLM has not counted the step itself (it counts steps to which it has given tokens).
         """
         if self.defer_block_free and is_new_step:
             self.sched_step_seq += 1
         batch.advance(self._num_placeholders, self.sched_step_seq if self.defer_block_free else None)
 
     def _skips_drafts(self, batch: DecodeBatch) -> bool:
-        """Whether a head makes no drafts in the batch's next step, its requests' last one; vLLM does from 0.33 on."""
+        """Whether an EAGLE head need not draft because every request ends with the next step; from vLLM 0.33 on."""
         can_skip: bool = getattr(self, "can_skip_drafts", False)
         return can_skip and batch.has_no_use_for_drafts(self._drafts_unused)
 
     def _add_encoded_items(self, batch: DecodeBatch, output: SchedulerOutput) -> None:
-        """Name the multimodal items of a batch whose data workers need no more; vLLM does from 0.33 on."""
+        """Tell workers which multimodal items of a batch they may drop, as vLLM does from 0.33 on."""
         if any(getattr(self, "_pending_encoder_input_ids", {}).values()):
             updates = self._get_encoder_input_updates(batch.num_scheduled_tokens, [], {})
             output.encoder_input_updates = (output.encoder_input_updates or {}) | updates
@@ -407,7 +413,7 @@ class BatchedScheduling(Scheduler):
         limit, max_chunk = self._max_prompt_tokens(), 0
         if limit is not None:
             if decode_ids:
-                # No prompts take the tokens of decodes that come after them, and no chunk is less than a decode has.
+                # Cap each chunk, so that prompts leave tokens for the decodes after them; at least a decode's tokens.
                 max_chunk = max(limit // max(num_begun, 1), tokens_per_decode)
                 limit = max(limit, num_begun * max_chunk)
             num_kept = limit + len(decode_ids) * tokens_per_decode
@@ -422,7 +428,7 @@ class BatchedScheduling(Scheduler):
             output = super().schedule()
         finally:
             self._ahead_of_rest = None
-            # As it was: with another threshold steps are not split.
+            # Its value before: why_steps_are_not_split excludes any other.
             self.scheduler_config.long_prefill_token_threshold = 0
             self.running = batch.running + self.running
             self.max_num_scheduled_tokens += num_tokens
@@ -437,14 +443,14 @@ class BatchedScheduling(Scheduler):
         num_prompt_tokens = output.total_num_scheduled_tokens - sum(
             num_scheduled.get(id, 0) for id in decode_ids
         )
-        # A prompt that waits may wait for something else. Of one that has begun, parts may have to be computed whole.
+        # Only prompts that have begun count: a waiting one may be waiting for something else.
         self._is_limit_too_small = limit is not None and num_begun > 0 and not num_prompt_tokens
         self._note_prompts(output, num_prompt_tokens)
         is_new_step = not output.total_num_scheduled_tokens
-        # vLLM does not look it up where it schedules nothing.
+        # vLLM does not set this where it schedules nothing itself.
         output.num_spec_tokens_to_schedule = self._num_drafts
         if getattr(output, "skip_drafts", False) and not self._skips_drafts(batch):
-            # Only of the rest nobody has any use for drafts.
+            # vLLM has judged by its own requests; those of the batch still need drafts.
             output.skip_drafts = False
         _put_first(batch, data, output)
         output.scheduled_spec_decode_tokens = (
@@ -454,9 +460,9 @@ class BatchedScheduling(Scheduler):
         return output, num_prompt_tokens
 
     def _max_prompt_tokens(self) -> int | None:
-        """Return how many prompt tokens the step may have beside its decodes, ``running`` without the batch; or None.
+        """Return how many prompt tokens the step may have besides its decodes; None: no limit.
 
-        None, no limit, also follows a limit that no prompt that has begun could use.
+        Call it while ``running`` lacks the batch. There is no limit right after one that no begun prompt could use.
         """
         budget = self._step_budget
         if budget is None or not budget.new_step_starts() or self._is_limit_too_small:
@@ -466,7 +472,7 @@ class BatchedScheduling(Scheduler):
             for request in self.running
             if request.is_prefill_chunk
         ]
-        # Those that hold blocks already have been computed in part.
+        # Requests in ``kv_holding_waiting`` have computed some of their tokens.
         queue = islice(chain(self.kv_holding_waiting, self.waiting), MAX_WAITING_LOOKED_AT + 1)
         waiting = [request.num_tokens - request.num_computed_tokens for request in queue]
         if not begun and not waiting:
@@ -474,10 +480,10 @@ class BatchedScheduling(Scheduler):
         return budget.max_prompt_tokens(begun, waiting)
 
     def _note_prompts(self, output: SchedulerOutput, num_prompt_tokens: int) -> None:
-        """Note which prompts begin in a step, before the batch is put first.
+        """Tell the step budget which prompts begin in a step that does not contain the batch yet.
 
         Args:
-            num_prompt_tokens: that it computes.
+            num_prompt_tokens: prompt tokens that the step computes.
         """
         budget = self._step_budget
         if budget is None:
@@ -490,12 +496,12 @@ class BatchedScheduling(Scheduler):
             budget.note_prompt(self.requests[new.req_id].num_tokens, new.num_computed_tokens)
 
     def _note_time(self, step: StepInFlight | None) -> None:
-        """Note the time of a step whose output has arrived, from that of the step before or its own start.
+        """Note how long a step took whose output has arrived.
 
-        One that is scheduled while another runs begins after that.
+        It began when the output of the step before arrived, or when it was scheduled if that was later.
 
         Args:
-            step: None if it is not known.
+            step: None for a step without a fast path.
         """
         now, last_depth = time.perf_counter(), self._last_depth
         start_s, self._last_update_s, self._last_depth = self._last_update_s, now, None
@@ -534,7 +540,7 @@ class BatchedScheduling(Scheduler):
         loads = model_runner_output.kv_connector_output
         has_failed_loads = loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
         if has_failed_loads:
-            # It sets requests back, those of the batch, too.
+            # vLLM resets requests to before the failed load, possibly requests of the batch, too.
             self._batch = None
         if fast_outputs is None or has_failed_loads or _concerns_more_than_tokens(model_runner_output):
             self._num_interventions += 1
@@ -575,12 +581,12 @@ class BatchedScheduling(Scheduler):
     def _note_rejected(
         self, counts: list[int] | None, fast_outputs: FastOutputs | None = None, num_requests: int = 0
     ) -> None:
-        """Note what the output of a step with drafts has rejected.
+        """Tell the batch how many of its drafts a step's output has rejected.
 
         Args:
-            counts: tokens of the requests on the fast path; None without drafts, or if vLLM's code processes all.
-            fast_outputs: this path, if any.
-            num_requests: that it took.
+            counts: tokens that each request on the fast path got; None without drafts, or if vLLM's code processes all.
+            fast_outputs: the step's fast path, if there is one.
+            num_requests: requests that took it.
         """
         self._fast_counts, batch = counts, self._batch
         if not self.num_spec_tokens:
@@ -596,11 +602,11 @@ class BatchedScheduling(Scheduler):
     def _note_accepted(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, counts: list[int]
     ) -> None:
-        """Note how many drafts a step has accepted, or would have.
+        """Note how many drafts a step has accepted or, if it had none, would have accepted.
 
         Args:
-            counts: tokens of the requests on the fast path. If these are not all, the output says it of all; vLLM's
-                code has not cut tokens off yet.
+            counts: tokens that each request on the fast path got. If that is not every request, all counts are read
+                from ``output`` instead. Call it before vLLM's code cuts tokens off.
         """
         depth, drafted = self._draft_depth, scheduler_output.scheduled_spec_decode_tokens
         if depth is None:
@@ -645,13 +651,13 @@ class BatchedScheduling(Scheduler):
     def _report(
         self, outputs: dict[int, list[EngineCoreOutput]], model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return what ``Scheduler.update_from_output`` does at the end of such a step."""
+        """Return a step's outputs and statistics as vLLM would, where ``_reports_stats_only``."""
         results = {
             client: EngineCoreOutputs(outputs=client_outputs) for client, client_outputs in outputs.items()
         }
         stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
         if stats is not None:
-            # Only one of the front ends gets them.
+            # vLLM sends them to one front end only.
             next(iter(results.values())).scheduler_stats = stats
         return results
 
@@ -666,7 +672,7 @@ class BatchedScheduling(Scheduler):
         super()._preempt_request(*args, **kwargs)
 
     def _fast_outputs_of(self, scheduler_output: SchedulerOutput) -> FastOutputs | None:
-        """Return the fast path of a step. Those of earlier steps are dropped: their outputs will not come."""
+        """Return a step's fast path, None if it has none. Earlier steps are dropped: their outputs will not come."""
         for position, step in enumerate(self._in_flight):
             if step.output is scheduler_output:
                 for _ in range(position + 1):
@@ -678,7 +684,7 @@ class BatchedScheduling(Scheduler):
 
 
 class RoseScheduler(BatchedScheduling, Scheduler):
-    """Scheduler of engines that wait for each step."""
+    """Scheduler of engines that wait for each step's output before they schedule the next one."""
 
 
 class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
@@ -688,7 +694,7 @@ class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
 
 
 def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOutput) -> None:
-    """Add a batch to a step, before its other requests, as in ``running``; what the step holds is left as it is."""
+    """Add a batch to a step before its other requests, as in ``running``. The step's own lists are not changed."""
     rest = output.scheduled_cached_reqs
     output.scheduled_cached_reqs = CachedRequestData(
         req_ids=first.req_ids + rest.req_ids,
@@ -704,7 +710,11 @@ def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOu
 
 
 def _with_rows(rows: list[int], output: SchedulerOutput) -> SchedulerOutput:
-    """Return a step of decodes with some of its requests only."""
+    """Return a copy of a step of decodes that has only some of its requests.
+
+    Args:
+        rows: their positions.
+    """
     data, part = output.scheduled_cached_reqs, copy.copy(output)
     part.scheduled_cached_reqs = CachedRequestData.make_empty()
     if rows:

@@ -70,10 +70,10 @@ class DraftSteps(WholeSteps):
         self._upload_rows(np.zeros(0, np.int64))
         given, none = self._row_inputs.tensors, torch.zeros(most, dtype=torch.int32, device=device)
         self._rows = MixedRows(given["slots"], given["query_start_loc"], is_prompt=none, is_due=none)
-        # Of each row, where its logits begin; and of each of them, its place in the row.
+        # Index of each row's first logits, [R + 1]; and for each row of logits, its position within its request.
         self._logit_starts = torch.arange(most + 1, dtype=torch.int32, device=device) * query_len
         self._places = torch.arange(query_len, dtype=torch.int32, device=device).repeat(most)
-        # Requests whose random draws are computed at once.
+        # Requests whose random draws are computed at once: float32 logits of a whole batch would take too much memory.
         row_bytes = 4 * runner.vocab_size * query_len
         self._num_drawn = min(most, max(MAX_LOGITS_BYTES // row_bytes, 1))
         self._tokens = torch.zeros(most, query_len, dtype=torch.int64, device=device)
@@ -84,7 +84,7 @@ class DraftSteps(WholeSteps):
         self._padded_rows = 0
 
     def _all_ends(self) -> list[End]:
-        """Return ``greedy`` ones, and ``drawn`` ones for batches in which some request is not greedy."""
+        """Return "greedy" ends, and "drawn" ones for batches in which some request is not greedy."""
         return [(kind, size) for kind in ("greedy", "drawn") for size in self._sizes]
 
     def _run(self, output: SchedulerOutput) -> ReplayedBatch | str:
@@ -96,11 +96,11 @@ class DraftSteps(WholeSteps):
         return batch
 
     def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str:
-        """Bring what is new to where graphs read it, and return the step's batch.
+        """Upload what has changed to the addresses that graphs read, and return the step's batch.
 
-        If the step is vLLM's, return why, having changed nothing.
+        If the step is vLLM's, return why instead; nothing has changed then.
         """
-        cached, batch = output.scheduled_cached_reqs, self._armed
+        cached, batch = output.scheduled_cached_reqs, self._loaded_batch
         is_changed = any(getattr(output, name, None) for name in FIELDS_OF_CHANGED_BATCHES)
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
             if output.new_block_ids_to_zero:
@@ -120,7 +120,7 @@ class DraftSteps(WholeSteps):
         self._upload_rows(slot_array)
         self._parameters.take()
         draws = bool(self._temperatures[slot_array].any())
-        self._armed = ReplayedBatch(
+        self._loaded_batch = ReplayedBatch(
             request_ids,
             end="drawn" if draws else "greedy",
             draws=draws,
@@ -130,10 +130,10 @@ class DraftSteps(WholeSteps):
             index_of={request_id: index for index, request_id in enumerate(request_ids)},
             num_rows_of_end=desc.num_tokens // self._query_len,
         )
-        return self._armed
+        return self._loaded_batch
 
     def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
-        """Return why the tokens of requests are vLLM's to sample; None if an end can."""
+        """Return why vLLM has to sample the tokens of requests; None if a captured end can."""
         sampler, states = self._sampler, self._sampler.sampling_states
         bias, penalties, bad_words = sampler.logits_processors
         thinking = sampler.thinking_budget_state
@@ -152,7 +152,8 @@ class DraftSteps(WholeSteps):
             "log-probabilities beside drafts": sampler.get_logprobs_dims(slots) is not None,
             "logits processors beside drafts": is_processed.any()
             or (thinking.enabled and thinking.use_thinking_budget[slots].any()),
-            # vLLM's filters have memory that moves. It refuses min-p beside drafts, but for next to nothing.
+            # vLLM's filters use memory whose address changes, so a graph cannot hold them. (vLLM itself refuses min-p
+            # beside drafts unless it is close to 0.)
             "top-k, top-p or min-p beside drafts": (is_random & is_filtered).any(),
         }
         return first_reason(reasons)
@@ -161,13 +162,13 @@ class DraftSteps(WholeSteps):
         most = self._max_num_rows
         return {
             "slots": (np.int64, (most,)),
-            # Rows of padding propose for the first request, too, and get the same drafts.
+            # Rows of padding repeat the first request: they write the same drafts to its slot once more.
             "drafted_slots": (np.int64, (most,)),
             "query_start_loc": (np.int32, (most + 1,)),
         }
 
     def _upload_rows(self, slots: NDArray[np.int64]) -> None:
-        """Copy to the device which requests the rows have; those after these are padding."""
+        """Copy to the device which request is in each row; the rows after these become padding."""
         on_cpu, record = self._row_inputs.begin()
         self._describe_rows(record, slots)
         self._row_inputs.send(on_cpu)
@@ -185,7 +186,7 @@ class DraftSteps(WholeSteps):
         self._ends.run((batch.end, batch.num_rows_of_end))
         self._pending = self._buffers.copy(batch, self._tokens, num_sampled=self._num_sampled)
         self._replay_drafter(batch)
-        # Without asynchronous scheduling vLLM asks for drafts after each step. Their number is all it is told.
+        # Without asynchronous scheduling vLLM asks for drafts after each step. It is told only how many there are.
         self._runner.draft_tokens_handler.set_draft_tokens(
             SimpleNamespace(req_ids=batch.request_ids, has_structured_output_reqs=False), self._drafts
         )
@@ -198,7 +199,7 @@ class DraftSteps(WholeSteps):
         self._begin_rows(self._rows.first(size), size * self._query_len, self._query_len)
 
     def _end(self, end: End, _: None) -> None:
-        """Sample a step, append its tokens, and begin to propose the next drafts."""
+        """Sample a step, append its tokens, and propose the next drafts; an EAGLE head only begins to here."""
         kind, size = end
         logits = self._compute_logits(self._manager.hidden_states[: size * self._query_len])
         num_rows = self._num_drawn if kind == "drawn" else size
@@ -221,7 +222,7 @@ class DraftSteps(WholeSteps):
         slot_of_logit = slots.repeat_interleave(query_len)
         of, rejection = self._parameters, self._runner.rejection_sampler
         if kind == "drawn":
-            # In memory of the graphs, which the KV cache has left room for.
+            # A copy in the graphs' memory pool, which was estimated when the KV cache was sized.
             logits = logits.to(torch.float32, copy=True)
             apply_temperature(logits, slot_of_logit, of["temperature"])
         tokens, num_sampled = rejection_sample(
@@ -244,7 +245,7 @@ class DraftSteps(WholeSteps):
         self._num_sampled[start:end].copy_(num_sampled)
 
     def _propose(self, size: int) -> None:
-        """Let vLLM's lookup propose what comes after the requests' tokens."""
+        """Let vLLM's n-gram lookup propose the next drafts."""
         drafted = self._row_inputs.tensors["drafted_slots"][:size]
         batch: Any = SimpleNamespace(num_reqs=size, idx_mapping=drafted)
         nothing: Any = None
@@ -264,10 +265,10 @@ class DraftSteps(WholeSteps):
         self._drafts.index_put_((drafted,), drafts)
 
     def _replay_drafter(self, batch: ReplayedBatch) -> None:
-        """Replay what the drafter does after a step's end; of a lookup nothing is left."""
+        """Replay what the drafter does after a step's end: nothing, as the lookup is part of the end."""
 
     def note_vllm_step(self) -> None:
-        """Let vLLM's product of a step with all drafts have as many rows as an end's."""
+        """See ``WholeSteps.note_vllm_step``; here for steps in which every request has all drafts."""
         self._padded_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
@@ -311,11 +312,11 @@ class AdaptiveSteps:
 
     @property
     def votes(self) -> StepVotes:
-        """Of the kind that ``launch`` was asked to run last; with data parallelism there are no adaptive drafts."""
+        """Those of the steps that ran last. (Nobody votes here: adaptive drafts exclude data parallelism.)"""
         return self._last.votes
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Capture what surrounds vLLM's graphs, which were captured on ``stream``; the largest logits first."""
+        """See ``WholeSteps.capture``. Steps with drafts come first, as they have the largest logits."""
         self.stream = stream
         self._with.capture(stream)
         self._without.capture(stream)

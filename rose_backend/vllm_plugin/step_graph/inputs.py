@@ -19,27 +19,29 @@ from rose_backend.vllm_plugin.step_graph.reasons import STATE_BUILDERS
 
 @dataclass(frozen=True)
 class MixedStep:
-    """What a step with prompts computes, of each request, in the order of rows: those with fewest tokens first."""
+    """What a step with prompts computes. Lists have one entry per request, those with the fewest tokens first."""
 
     request_ids: list[str]
     counts: list[int]
+    """Tokens that the step computes."""
     num_computed_tokens: list[int]
+    """Tokens computed before the step."""
     prefill_lens: list[int]
-    """Tokens that are known from the start."""
+    """Tokens to prefill: the prompt, and after a preemption the output so far."""
     is_prompt: list[bool]
-    """Its tokens are known from the start."""
+    """Whether the step computes some of the tokens to prefill."""
     is_due: list[bool]
-    """Nothing known remains to be computed, so it gets a token."""
+    """Whether all of them are computed after the step, so that it samples a token."""
     has_single_tokens: bool
-    """vLLM takes it for a step of decodes: no request has more tokens, and none begins."""
+    """Whether vLLM takes this for a step of decodes: every request computes one token, and none its first."""
 
 
 class ModelInputs:
-    """What layers read beside vLLM's input buffers: embeddings, in multimodal models, and M-RoPE positions.
+    """What layers of multimodal models read besides vLLM's input buffers: embeddings and M-RoPE positions.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2).
-        max_num_rows: of a step that only decodes.
+        max_num_rows: rows of a step that only decodes, at most.
     """
 
     def __init__(self, runner: Any, max_num_rows: int) -> None:
@@ -48,12 +50,17 @@ class ModelInputs:
         self._has_rope = runner.model_state.rope_state is not None
         has_any = self._has_embeds or self._has_rope
         self.is_prepared_by_vllm = has_any and find_unaudited(runner.model_config) is not None
-        """In steps with prompts, as their layers need Python."""
-        # vLLM's own take turns, from one step with new requests to the next.
+        """Whether steps with prompts are vLLM's: their layers need Python, so no graph can replay them."""
+        # A fixed address: vLLM's own tensors of deltas alternate between steps with new requests.
         self._deltas = torch.zeros(max_num_rows, dtype=torch.int32, device=runner.device)
 
     def take_over(self, slots: NDArray[np.int64], num_rows: int) -> None:
-        """Bring what belongs to the requests of the next steps that only decode to where their graphs read it."""
+        """Upload the M-RoPE deltas of the requests of the next steps that only decode.
+
+        Args:
+            slots: [R] request slots.
+            num_rows: rows to write; those after the requests get 0.
+        """
         if not self._has_rope:
             return
         deltas = torch.zeros(num_rows, dtype=torch.int32, pin_memory=self._deltas.is_cuda)
@@ -62,16 +69,16 @@ class ModelInputs:
         self._deltas[:num_rows].copy_(deltas, non_blocking=True)
 
     def prepare(self, inputs: StepInputs, step: MixedStep, num_tokens: int, output: SchedulerOutput) -> None:
-        """Let vLLM write them for a step with prompts, and encode its images.
+        """Let vLLM write embeddings and positions of a step with prompts, and encode its images.
 
         Args:
-            num_tokens: of the step, padding included.
+            num_tokens: tokens of the step, padding included.
         """
         if not self._has_embeds and not self._has_rope:
             return
         state, states, num_requests = self._runner.model_state, self._runner.req_states, len(step.request_ids)
         starts = np.cumsum([0, *step.counts])
-        # Of vLLM's ``InputBatch``, what is read of it here.
+        # The fields of vLLM's ``InputBatch`` that the two calls below read.
         batch: Any = SimpleNamespace(
             req_ids=step.request_ids,
             idx_mapping=inputs.request_slots[:num_requests],
@@ -89,7 +96,7 @@ class ModelInputs:
         state.prepare_inputs(batch, states)
 
     def write(self, inputs: StepInputs, num_rows: int) -> None:
-        """Write them for a step that only decodes, from its ids and positions: a text's, in all dimensions alike."""
+        """Write embeddings and positions of a step that only decodes: text, so all M-RoPE dimensions are equal."""
         state = self._runner.model_state
         if self._has_rope:
             rope = state.rope_state
@@ -101,6 +108,7 @@ class ModelInputs:
 
 
 def state_of(runner: Any) -> StepState:
+    """Return vLLM's tensors of the requests' state, by request slot, which replayed steps read and update in place."""
     states = runner.req_states
     return StepState(
         num_computed_tokens=states.num_computed_tokens.gpu,
@@ -112,7 +120,7 @@ def state_of(runner: Any) -> StepState:
 
 
 def row_inputs(num_rows: int, device: torch.device) -> FixedInputs:
-    """Return what ``MixedRows`` of up to ``num_rows`` rows are read from."""
+    """Return fixed device memory, filled from the CPU in one copy, for ``MixedRows`` of up to ``num_rows`` rows."""
     one = (num_rows,)
     return FixedInputs(
         {
@@ -126,6 +134,7 @@ def row_inputs(num_rows: int, device: torch.device) -> FixedInputs:
 
 
 def inputs_of(runner: Any, num_rows: int) -> StepInputs:
+    """Return vLLM's input buffers, which a prologue writes, with request slots for ``num_rows`` rows beside them."""
     buffers = runner.input_buffers
     return StepInputs(
         input_ids=buffers.input_ids,
@@ -138,7 +147,10 @@ def inputs_of(runner: Any, num_rows: int) -> StepInputs:
 
 
 def groups_of(runner: Any) -> StepGroups:
-    """Return the runner's KV cache groups, each with what the first of its metadata builders lets layers read."""
+    """Return the runner's KV cache groups, each with the tensors that its layers read through the metadata.
+
+    A group whose layers differ in shape has several metadata builders: these are the first one's, see ``copies_of``.
+    """
     tables = runner.block_tables
     groups: list[StepGroup | StateGroup] = []
     for index, of_group in enumerate(runner.attn_groups):
@@ -166,9 +178,9 @@ def _state_blocks_of(builder: Any) -> torch.Tensor:
 
 
 def copies_of(runner: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what the prologue writes, by row, and what else must hold the same.
+    """Return pairs of tensors by row: one that the prologue writes, and one to which it must be copied afterwards.
 
-    Layers of several shapes in one KV cache group (Gemma 4) have a metadata builder each.
+    Layers of several shapes in one KV cache group (Gemma 4) have a metadata builder for each shape.
     """
     copies = []
     for of_group in runner.attn_groups:

@@ -14,38 +14,42 @@ from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.captured_processors import ReportRecord
 
 NUM_BUFFERS = 8
-"""Steps whose tokens are kept at once. vLLM reads a step's tokens before it schedules the second step after it, with
-pipeline stages (which have no step graph) somewhat later. Workers that nobody asks for tokens never read them."""
+"""Steps whose tokens are kept. vLLM reads a step's tokens before it schedules the second step after it, so fewer would
+do. Workers other than the one that returns outputs never read them."""
 
 
 @dataclass(frozen=True)
 class ReplayedBatch:
-    """The requests that the graphs' rows belong to now."""
+    """The requests of a replayed step, in the order of the graphs' rows."""
 
     request_ids: list[str]
     end: str
-    """The kind that samples it; a batch of decodes with grammars takes ``processed`` instead."""
+    """Kind of the end that samples the step; with grammar masks, "processed" takes the place of the other two kinds of
+    decodes."""
     draws: bool
     """Whether some request is not greedy."""
     num_logprobs: int | None
-    """Most likely tokens that a request wants at most; None if no request wants log-probabilities."""
+    """Largest number of most likely tokens that a request asks for; None if no request wants log-probabilities."""
     desc: Any
-    """vLLM's ``BatchExecutionDescriptor``."""
+    """vLLM's ``BatchExecutionDescriptor`` of the graph of the layers."""
     slots: dict[str, int]
+    """vLLM's slot of each request, by request id."""
     index_of: dict[str, int]
+    """Row of each request, by request id."""
     num_rows_of_end: int
+    """Rows of the captured end, padding included."""
     rows_without_token: tuple[int, ...] = ()
     """Rows whose prompt is not complete after this step."""
 
 
 class OutputBuffers:
-    """CPU memory for the tokens of the last steps, in turn, and for what they report.
+    """A ring of CPU buffers for the tokens and log-probabilities of the last ``NUM_BUFFERS`` steps.
 
     Args:
-        max_num_rows: of a step.
-        num_words: of a row's ``ReportRecord``; 0 without reports.
-        device: where the tokens are.
-        max_num_tokens: of a row: one, or one after all drafts.
+        max_num_rows: rows of a step at most.
+        num_words: words of a row's ``ReportRecord``; 0 without log-probabilities.
+        device: device of the tokens.
+        max_num_tokens: tokens that a row gets at most: 1, or with drafts 1 more than there are.
     """
 
     def __init__(
@@ -71,13 +75,14 @@ class OutputBuffers:
         record: torch.Tensor | None = None,
         num_sampled: torch.Tensor | None = None,
     ) -> ReplayedOutput:
-        """Start to copy the tokens of one step, after what has been launched so far, and its record.
+        """Enqueue the copy of one step's tokens, and of its log-probabilities.
 
-        The copies are on the stream of the steps: the next one overwrites ``tokens`` only after them.
+        The copies are on the stream of the steps, so the next step overwrites ``tokens`` only after them.
 
         Args:
             tokens: [R, ``max_num_tokens``] int64.
-            num_sampled: [R] int32, of each row's tokens; None: all, or none in rows without a token.
+            record: [R, ``num_words``] int64, see ``ReportRecord``; None without log-probabilities.
+            num_sampled: [R] int32, how many of each row's tokens count; None: all.
         """
         step, num_rows = self._num_steps, len(batch.request_ids)
         self._num_steps += 1
@@ -92,7 +97,7 @@ class OutputBuffers:
         return ReplayedOutput(self, step, batch)
 
     def read(self, step: int, batch: ReplayedBatch) -> tuple[list[list[int]], NDArray[np.int64] | None]:
-        """Wait for a step, counted from 0; return each row's list of tokens, and a copy of what it reports.
+        """Wait for step number ``step``; return each row's tokens, and a copy of its ``record``.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
@@ -121,9 +126,9 @@ class ReplayedOutput(AsyncModelRunnerOutput):
     """What a replayed step returns to vLLM: a token of each request whose prompt is complete, and log-probabilities.
 
     Args:
-        buffers: that hold the tokens.
-        step: as ``OutputBuffers`` counts.
-        batch: of the step; its lists are shared between steps.
+        buffers: where the tokens are copied to.
+        step: number of the step, as ``OutputBuffers`` counts.
+        batch: its requests. Steps share its lists, so they must not be changed.
     """
 
     def __init__(self, buffers: OutputBuffers, step: int, batch: ReplayedBatch) -> None:

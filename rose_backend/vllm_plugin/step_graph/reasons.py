@@ -1,4 +1,8 @@
-"""Which engines and steps are replayed whole, and why others are not; equal on all ranks of a tensor parallel group."""
+"""Which engines and steps are replayed whole, and why others are not.
+
+The answers are the same on all ranks of a tensor parallel group, which run every step together. The reasons are log
+text: docs/observability.md lists them.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,12 @@ NUM_LOGITS_PROCESSORS = 3
 """vLLM's own: bias, penalties, bad words."""
 
 _FIELDS_OF_ENCODER_CACHE = ("free_encoder_mm_hashes", "encoder_input_updates")
-"""Of items whose encoder outputs are needed no more; the second is there from vLLM 0.33 on."""
+"""They release encoder outputs that no request needs any more; the second exists from vLLM 0.33 on."""
 FIELDS_OF_CHANGED_BATCHES = (
     *("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies"),
     *_FIELDS_OF_ENCODER_CACHE,
 )
+"""Fields of a scheduler output that need vLLM's own bookkeeping even if the step has the requests of the one before."""
 _FIELDS_OF_STEADY_STEPS = (
     *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     *("finished_req_ids", "preempted_req_ids"),
@@ -59,7 +64,7 @@ FIELDS_OF_OTHER_STEPS = tuple(
     for each in fields(SchedulerOutput)
     if each.name not in (*_FIELDS_OF_STEADY_STEPS, *FIELDS_OF_MIXED_STEPS)
 )
-"""Fields of a scheduler output that are empty, None or false in a replayed step: all others that this vLLM has."""
+"""All other fields that this vLLM's scheduler outputs have: a step with any of them set is vLLM's."""
 
 _FIELDS_OF_DRAFTS = ("scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule")
 REJECTION_METHODS = ("standard", "block", "synthetic")
@@ -75,7 +80,7 @@ block of each row's state, the null block in rows of padding, and a copy of the 
 
 
 def why_engine_is_not_replayed(runner: Any) -> str | None:
-    """Return what in this engine a replayed step leaves out; None if nothing.
+    """Return a feature of this engine that replayed steps do not have, so that all steps are vLLM's; None if none.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its attention initialized.
@@ -120,9 +125,9 @@ def _why_drafts_need_vllms_steps(runner: Any) -> str | None:
     is_head = type(drafter) is EagleSpeculator
     reasons = {
         OTHER_DRAFTER: not is_head and type(drafter) is not NgramGPUSpeculator,
-        # Only vLLM's own rows of padding are left out where the sampler reads what the head has drawn from.
+        # vLLM's sampler then reads the head's logits, and would read those of rows that replays pad.
         "probabilistic drafts": is_head and drafter.draft_logits is not None,
-        # Between two of them the host describes the next one.
+        # Between two passes the CPU prepares the metadata of the next.
         "a graph for each pass of a head": is_head
         and drafter.num_speculative_steps > 1
         and not drafter.supports_decode_metadata_update,
@@ -193,7 +198,7 @@ def _why_states_are_not_replayed(runner: Any) -> str | None:
 
 
 def why_step_is_not_replayed(output: SchedulerOutput) -> str | None:
-    """Return what a step has besides tokens of running and of new requests; None if nothing."""
+    """Return what keeps a step without drafts from being replayed, whatever its requests are; None if nothing does."""
     for name in FIELDS_OF_OTHER_STEPS:
         if getattr(output, name):
             return name
@@ -217,7 +222,7 @@ def why_drafts_are_not_replayed(output: SchedulerOutput, num_drafts: int) -> str
     }
     if (reason := first_reason(reasons)) is not None:
         return reason
-    # No row has more drafts than that, nor fewer tokens than drafts and one.
+    # Sums suffice: no row has more than num_drafts drafts, or fewer tokens than its drafts and one.
     is_full = (
         len(drafts) == len(output.scheduled_cached_reqs.req_ids) == num_requests
         and sum(map(len, drafts.values())) == num_requests * num_drafts
@@ -227,9 +232,9 @@ def why_drafts_are_not_replayed(output: SchedulerOutput, num_drafts: int) -> str
 
 
 def has_prompts(output: SchedulerOutput) -> bool:
-    """Whether a step has anything besides one token for each running request: new requests, chunks.
+    """Whether a step has new requests or chunks of prompts, and not just one token for each running request.
 
-    A prompt of which one token is left looks like a decode.
+    False for a prompt of which a single token is left: it looks like a decode.
     """
     num_requests = len(output.num_scheduled_tokens)
     return not (

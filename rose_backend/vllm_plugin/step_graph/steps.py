@@ -1,12 +1,12 @@
 """Steps without drafts as a few replays: Rose's prologue, vLLM's own graph of the layers, Rose's ends.
 
-The prologue makes the inputs from the requests' state. An end computes logits, samples and moves that state on: there
-is one for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
-Behind it, log-probabilities are reported if a request asks for them. So the CPU only hands over what changed and
-replays. All state is vLLM's, and complete after every step: steps of both kinds may alternate.
+The prologue makes the inputs from the requests' state. An end computes logits, samples, and updates that state. There
+is one end for greedy requests, one for random draws, and one for any mix of requests whose logits are processed first.
+A report of log-probabilities follows if a request asks for them. The CPU only uploads what has changed and replays.
+All state is vLLM's and complete after every step, so replayed steps and vLLM's own may alternate.
 
-Steady steps only decode, and nothing changes from one to the next. Mixed steps compute parts of prompts, too: their
-prologue is launched, as it depends on the chunks, and they have one end, for any mix of requests.
+Steady steps only decode, and nothing changes from one to the next. Mixed steps also compute parts of prompts: their
+prologue depends on the chunks, so it is launched instead of replayed, and they have one end, for any mix of requests.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from rose_backend.vllm_plugin.step_graph.whole_steps import End, WholeSteps, dec
 
 _ENDS_WITH_MASKS = ("processed", "mixed")
 _MIXED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
-"""Numbers of rows that a mixed step's end is captured for, up to the largest decode graph. Fewer than decode graphs:
-they only save rows of the head's product, in steps that take longer anyway."""
+"""Numbers of rows for which a mixed step's end is captured, up to the largest decode graph. There are fewer sizes than
+decode graphs have: a closer size only saves rows of the LM head's product, in steps that take longer anyway."""
 
 
 class StepGraphs(WholeSteps):
-    """Steps without drafts, each of whose requests gets one token, or computes a part of its prompt.
+    """Steps without drafts, in which each request gets one token or computes part of its prompt.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
+        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, for which ``why_engine_is_not_replayed`` is None.
     """
 
     _replays_prompts = True
@@ -68,9 +68,9 @@ class StepGraphs(WholeSteps):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner, query_len=1)
         sampler = runner.sampler
-        # Rose's, where draws are replayed.
+        # None: vLLM's sampler draws, so only greedy steps are replayed.
         self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
-        # Of vLLM's graphs with products of adapters; it has others without.
+        # vLLM captures every decode graph with LoRA products and without.
         self._adapted_desc_of = (
             decode_graphs(self._manager, runner.max_num_reqs, 1, num_adapters=1)
             if self._adapters.is_on
@@ -110,7 +110,8 @@ class StepGraphs(WholeSteps):
     def _warm_up(self) -> None:
         if self._mixed_sizes:
             self._upload_rows([], [], [], [])
-            # With a row of padding: tensors without rows have no address, which Triton takes for an aligned one.
+            # One row of padding: Triton would take the null address of an empty tensor for an aligned one, and compile
+            # another variant of the kernel.
             self._begin_mixed(1, 1, 1)
 
     def _run(self, output: SchedulerOutput) -> ReplayedBatch | str:
@@ -122,15 +123,15 @@ class StepGraphs(WholeSteps):
             self._waiting = batch
             return
         if batch.end in _ENDS_WITH_MASKS:
-            # Masks that a step before has left.
+            # Clear the masks that an earlier step has left.
             self._masks.upload(None, batch.index_of)
         self._replay_end(batch, batch.end)
 
     def take_output(self, grammar_output: Any) -> ReplayedOutput | None:
-        """Return the output of the step that was launched last, sampled now if it has waited for these masks.
+        """Return the output of the step that was launched last; sample it first if it has waited for these masks.
 
         Raises:
-            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+            IntegrityError: there are masks for a step that was already sampled, or for requests that are not in it.
         """
         if self._waiting is not None:
             batch, self._waiting = self._waiting, None
@@ -155,12 +156,13 @@ class StepGraphs(WholeSteps):
         return batch
 
     def _prepare(self, output: SchedulerOutput) -> ReplayedBatch | str | None:
-        """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
+        """Upload what has changed to the addresses that graphs read, for a step that only decodes.
 
-        If the step is vLLM's, return why, having changed nothing. None, likewise: prompts end in this step, or another
-        data-parallel rank has some.
+        Returns:
+            The batch; or why the step is vLLM's; or None if it needs the graph of mixed steps, because a prompt ends in
+            it or another data-parallel rank has prompts. In the last two cases nothing has changed.
         """
-        cached, batch = output.scheduled_cached_reqs, self._armed
+        cached, batch = output.scheduled_cached_reqs, self._loaded_batch
         is_changed = any(getattr(output, name, None) for name in FIELDS_OF_CHANGED_BATCHES)
         is_changed = is_changed or self._adapters.have_moved()
         if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
@@ -184,24 +186,24 @@ class StepGraphs(WholeSteps):
             return None
         self._update_requests(output)
         self._adapters.tell_rows(slots, [1] * len(slots))
-        # Of any size: other data-parallel ranks may have more requests, from one step to the next.
+        # All rows, not only this batch's: a data-parallel rank with more requests may need a larger graph at any step.
         rows = torch.full((len(self._slots),), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
         rows.numpy()[: len(slots)] = slot_array
         # torch keeps pinned memory until the copy has run.
         self._slots.copy_(rows, non_blocking=True)
         self._model_inputs.take_over(slot_array, len(rows))
-        self._armed = self._batch_of(request_ids, desc, desc.num_tokens)
-        return replace(self._armed, desc=agreed)
+        self._loaded_batch = self._batch_of(request_ids, desc, desc.num_tokens)
+        return replace(self._loaded_batch, desc=agreed)
 
     def _agree(self, desc: Any, num_requests: int) -> Any | None:
-        """Return the decode graph on which data-parallel ranks agree; None if they agree on something else.
+        """Return the descriptor of the decode graph on which data-parallel ranks agree; None if they agree on another.
 
         Args:
-            desc: of the graph that a rank without others replays.
+            desc: descriptor of the graph to replay if there is only one rank.
         """
         if self._runner.dp_size == 1:
             return desc
-        # No adapters: experts have none in replayed steps.
+        # Without adapters: models with experts and adapters are not replayed.
         desc = self.votes.dispatch(num_requests, num_requests, 1, 0, 1)
         is_of_decodes = desc.uniform_token_count == 1 and desc.num_tokens in self._sizes
         return desc if is_of_decodes and desc in self._manager.graphs else None
@@ -209,7 +211,7 @@ class StepGraphs(WholeSteps):
     def _batch_of(
         self, request_ids: list[str], desc: Any, num_rows_of_end: int, step: MixedStep | None = None
     ) -> ReplayedBatch:
-        """Return the batch of requests that the runner knows; ``step`` is what they compute, if it has prompts."""
+        """Return the batch of some requests of the runner; ``step`` says what they compute in a step with prompts."""
         slots, slot_array = self._slots_of(request_ids)
         draws = bool(self._temperatures[slot_array].any())
         is_processed = self._replayed is not None and bool(self._replayed.is_changed[slot_array].any())
@@ -244,7 +246,7 @@ class StepGraphs(WholeSteps):
             return reason
         step = self._describe(output)
         num_tokens, uniform = output.total_num_scheduled_tokens, 1 if step.has_single_tokens else None
-        # As vLLM's: not told where a row computes part of a prompt.
+        # As in vLLM, so that the same graph is chosen: no max_query_len where a row computes part of a prompt.
         longest = max(step.counts)
         max_query_len = None if any(step.is_prompt) else longest
         size = size_for(self._mixed_sizes, len(step.counts))
@@ -253,13 +255,13 @@ class StepGraphs(WholeSteps):
         desc = self.votes.dispatch(len(step.counts), num_tokens, uniform, len(adapters), max_query_len)
         if desc.cg_mode != CUDAGraphMode.FULL or desc not in self._manager.graphs:
             return "prompts without a full graph"
-        self._armed = None
+        self._loaded_batch = None
         self._update_requests(output)
         batch = self._batch_of(step.request_ids, desc, size, step)
         self._adapters.tell_rows(batch.slots, step.counts)
         self._upload_rows(list(batch.slots.values()), step.counts, step.is_prompt, step.is_due)
         num_rows = desc.num_reqs or desc.num_tokens
-        # The end may have more rows than the graph.
+        # The captured end may have more rows than the graph of the layers.
         self._begin_mixed(max(num_rows, size), desc.num_tokens, longest)
         self._model_inputs.prepare(self._inputs, step, desc.num_tokens, output)
         self._run_graph_of_layers(desc, num_rows, output)
@@ -267,7 +269,7 @@ class StepGraphs(WholeSteps):
 
     def _describe(self, output: SchedulerOutput) -> MixedStep:
         slot_of, cached = self._runner.req_states.req_id_to_index, output.scheduled_cached_reqs
-        # Of each request: tokens computed before, and tokens that are known from the start.
+        # Of each request: tokens computed before this step, and tokens to prefill.
         lens = {
             request_id: (num_computed, int(self._prefill_lens[slot_of[request_id]]))
             for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -323,7 +325,7 @@ class StepGraphs(WholeSteps):
     def _upload_rows(
         self, slots: list[int], counts: list[int], is_prompt: list[bool], is_due: list[bool]
     ) -> None:
-        """Copy to the device what a mixed step computes; rows after these are padding."""
+        """Copy to the device what each row of a mixed step computes; the rows after these become padding."""
         on_cpu, record = self._row_inputs.begin()
         num_rows = len(slots)
         for name, values, padding in (
@@ -344,7 +346,7 @@ class StepGraphs(WholeSteps):
         self._begin_rows(self._rows.first(num_rows), num_tokens, max_query_len)
 
     def _why_vllm_samples(self, slots: NDArray[np.int64]) -> str | None:
-        """Return why the tokens of requests are vLLM's to sample; None if an end can."""
+        """Return why vLLM has to sample the tokens of requests; None if a captured end can."""
         logprobs = self._sampler.get_logprobs_dims(slots)
         if self._replayed is not None:
             return None if logprobs is None else why_graphs_do_not_report(self._sampler, *logprobs)
@@ -356,7 +358,7 @@ class StepGraphs(WholeSteps):
         return first_reason(reasons)
 
     def note_vllm_step(self) -> None:
-        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
+        """See ``WholeSteps.note_vllm_step``."""
         self._padded_rows = self._padded_last_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
@@ -364,7 +366,7 @@ class StepGraphs(WholeSteps):
         batch, hidden, sync = state.input_batch, state.hidden_states, state.dp_sync_state
         is_replayed = hidden.data_ptr() == self._manager.hidden_states.data_ptr()
         is_decode = batch.num_tokens == batch.num_reqs and batch.num_reqs in self._desc_of
-        # Replayed, a prompt's last token alone ends like all steps with prompts.
+        # A lone last token of a prompt looks like a decode, but its replay ends like any step with prompts.
         if (
             is_replayed
             and is_decode
@@ -408,12 +410,12 @@ class StepGraphs(WholeSteps):
             copy[:size].copy_(written[:size])
 
     def _end(self, end: End, _: None) -> torch.Tensor:
-        """Sample a step and append its tokens; return the logits, [R, V], of which log-probabilities are reported."""
+        """Sample a step and append its tokens; return the logits, [R, V], for the report of log-probabilities."""
         kind, size = end
         inputs, tokens = self._inputs, self._tokens[:size]
         if kind == "mixed":
             rows = self._rows.first(size)
-            # Of each row. Rows of padding read some token.
+            # Index of each row's last token. Rows of padding read a token of another row.
             last = (rows.query_start_loc[1:] - 1).clamp_(min=0)
             hidden, slots = self._last_hidden[:size], rows.slots
             torch.index_select(self._manager.hidden_states, 0, last, out=hidden)

@@ -1,4 +1,8 @@
-"""What all steps have in common that are replayed whole: capture, hand-over from and to vLLM's model runner."""
+"""Base class of steps that are replayed whole: capturing them, and taking over from vLLM's model runner and back.
+
+Called by ``runner_hooks.py``: ``launch`` in place of vLLM's ``execute_model``, then ``take_output`` in place of
+``sample_tokens``. A step that ``launch`` declines is vLLM's, from ``execute_model`` to ``sample_tokens``.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +29,29 @@ from rose_backend.vllm_plugin.step_graph.outputs import ReplayedBatch, ReplayedO
 from rose_backend.vllm_plugin.step_graph.votes import StepVotes
 
 End = tuple[str, int]
-"""How a step is sampled, and the number of rows."""
+"""Key of a graph that ends a step: how it samples ("greedy", "drawn", ...), and its number of rows."""
 
 
 class WholeSteps(ABC):
     """Captures and replays the steps of one model runner.
 
-    A kind of steps says which of vLLM's graphs of the layers they have, what is captured before (``_begins``, by rows)
-    and after (``_ends``), and when a step is replayed.
+    A step is three replays: a prologue (``_begins``), one of vLLM's graphs of the layers, and an end (``_ends``). A
+    subclass captures the prologues and ends of one kind of step, and decides which steps are of that kind.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, without ``why_engine_is_not_replayed``.
+        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured, for which ``why_engine_is_not_replayed`` is None.
         query_len: tokens of each request in a step that only decodes.
-        max_num_tokens: of such a step; None: as many as vLLM's graphs take.
+        max_num_tokens: tokens of such a step at most; None: as many as vLLM's graphs take.
 
     Attributes:
-        votes: of data-parallel ranks on what ``launch`` was asked to run last.
+        votes: the data-parallel ranks' vote on the step that ``launch`` was last given.
     """
 
     _begins: CapturedGraphs[int]
+    """By number of rows."""
     _ends: CapturedGraphs[End]
     _num_parts = 1
-    """Graphs of an end."""
+    """Graphs that make up one end."""
 
     def __init__(self, runner: Any, query_len: int, max_num_tokens: int | None = None) -> None:
         self._runner = runner
@@ -70,13 +75,14 @@ class WholeSteps(ABC):
         self._inputs = inputs_of(runner, max(self._max_num_rows, runner.max_num_reqs))
         self._groups = groups_of(runner)
         self._copies = copies_of(runner)
-        self._armed: ReplayedBatch | None = None
-        # Of the step whose tokens nobody has asked for yet: its batch while it waits for masks, or its output.
+        # The batch whose slots and parameters the graphs' rows hold: a step of the same requests is replayed at once.
+        self._loaded_batch: ReplayedBatch | None = None
+        # Of a launched step that vLLM has not sampled yet: its batch while it waits for grammar masks, or its output.
         self._waiting: ReplayedBatch | None = None
         self._pending: ReplayedOutput | None = None
         self._finished_req_ids: set[str] = set()
         self._compute_logits = runner.model.compute_logits
-        # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
+        # A product's rounding depends on its number of rows, so vLLM's steps multiply as many rows as replayed ones.
         runner.model.compute_logits = self._compute_padded_logits
 
     def capture(self, stream: torch.cuda.Stream) -> None:
@@ -85,11 +91,11 @@ class WholeSteps(ABC):
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
-        # Tensors were just filled on another stream: a kernel that reads indices must not find what was there before.
+        # Tensors were just filled on another stream, and captured kernels must not read indices before they are there.
         stream.wait_stream(torch.cuda.current_stream())
         with (
             graph_capture(device=runner.device),
-            # Products have a workspace on each stream.
+            # cuBLAS has a workspace per stream: the graphs must share one.
             torch.cuda.stream(stream),
             self._adapters.in_one_row(),
             cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
@@ -97,7 +103,7 @@ class WholeSteps(ABC):
             self._ends.capture(self._all_ends(), pool, stream)
             self._begins.capture(self._sizes, pool, stream)
             self._capture_drafter(pool, stream)
-        # Compiled before steps need them.
+        # Compile these kernels now, not in the first step that needs them.
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         self._warm_up()
         stream.synchronize()
@@ -112,10 +118,10 @@ class WholeSteps(ABC):
         )
 
     def close(self) -> None:
-        """Give the graphs back, and the model its own product with the head. Outputs may still be read.
+        """Release the graphs and restore the model's ``compute_logits``. Outputs may still be read.
 
         Raises:
-            IntegrityError: nobody asked for the tokens of the last step.
+            IntegrityError: the last step was launched and not sampled.
         """
         self._check_nothing_is_pending()
         self._runner.model.compute_logits = self._compute_logits
@@ -127,17 +133,17 @@ class WholeSteps(ABC):
             raise IntegrityError("step graph: the step before was never asked for its tokens")
 
     def disarm(self) -> None:
-        """Forget the batch that the graphs' rows belong to, as its requests will be in steps of another kind.
+        """Forget which batch the graphs' rows hold: steps of another kind are about to change its requests' state.
 
         Raises:
-            IntegrityError: nobody asked for the tokens of the last step.
+            IntegrityError: the last step was launched and not sampled.
         """
         self._check_nothing_is_pending()
-        self._armed = None
+        self._loaded_batch = None
 
     @abstractmethod
     def _all_ends(self) -> list[End]:
-        """Return what is captured of ``_ends``; the largest logits first."""
+        """Return the keys of all ends to capture, the one with the largest logits first."""
 
     def _num_graphs(self) -> int:
         """Return how many graphs have been captured."""
@@ -147,22 +153,24 @@ class WholeSteps(ABC):
         """Capture what a drafter does after a step's end; nothing here."""
 
     def _warm_up(self) -> None:  # noqa: B027
-        """Launch what steps launch beside their graphs; nothing here."""
+        """Compile the kernels that steps launch outside their graphs; nothing here."""
 
     def launch(self, output: SchedulerOutput) -> bool:
-        """Run a step if it can be replayed; else return False, having changed nothing but the count of such steps.
+        """Run a step if it can be replayed.
 
-        Data-parallel ranks may have voted on it then, see ``votes``.
+        Returns:
+            False if the step is vLLM's: only its reason has been counted, and ``votes`` holds the data-parallel ranks'
+            vote if they have voted on it.
 
         Raises:
-            IntegrityError: nobody asked for the tokens of the step before.
+            IntegrityError: the step before was launched and not sampled.
         """
         self._check_nothing_is_pending()
         self.votes.begin_step()
         batch = self._run(output)
         if isinstance(batch, str):
             STEPS.count_vllm(batch)
-            self._armed = None
+            self._loaded_batch = None
             return False
         self._finished_req_ids = output.finished_req_ids
         self._sample(batch, output)
@@ -174,7 +182,7 @@ class WholeSteps(ABC):
 
     @abstractmethod
     def _sample(self, batch: ReplayedBatch, output: SchedulerOutput) -> None:
-        """Replay the end of a step, and make ``_pending`` its output, unless that has to wait."""
+        """Replay the end of a step and set ``_pending`` to its output, or ``_waiting`` if it needs grammar masks."""
 
     def _slots_of(self, request_ids: list[str]) -> tuple[dict[str, int], NDArray[np.int64]]:
         """Return the slots of requests that the runner knows, by request id and as an array."""
@@ -237,7 +245,7 @@ class WholeSteps(ABC):
         if hasattr(tables, "_num_dirty_rows"):
             # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
             tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
-        # Without vLLM's input batch, which connectors outside of layers do not read.
+        # vLLM passes its input batch as well; connectors that do nothing inside layers do not read it.
         connector.pre_forward(output)
         self._manager.run_fullgraph(desc)
         connector.finish_forward()
@@ -269,19 +277,19 @@ class WholeSteps(ABC):
             grammar_output: vLLM's masks for a step with structured output; None if no request has any.
 
         Raises:
-            IntegrityError: masks for a step that was sampled without, or for requests that are not in it.
+            IntegrityError: there are masks for a step that was already sampled, or for requests that are not in it.
         """
         if self._pending is not None and grammar_output is not None:
             raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
         output, self._pending = self._pending, None
         if output is not None:
-            # Behind all that the step has launched, as in vLLM: it starts loads, submits stores and asks what is done.
+            # After everything that the step has launched, as in vLLM: this starts loads, submits stores and polls both.
             output.kv_connector_output = self._runner.kv_connector.post_forward(self._finished_req_ids)
         return output
 
     @abstractmethod
     def note_vllm_step(self) -> None:
-        """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
+        """Note that the step is vLLM's: its next ``compute_logits`` is padded to the rows that a replayed end has."""
 
     @abstractmethod
     def _compute_padded_logits(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any: ...

@@ -295,7 +295,11 @@ def possible_mistakes(simulation: Simulation, rng: random.Random) -> list[Mistak
         ("reserve a block for a row not in use", "row", lambda m: m.reserve_next_blocks(np.array([bad]))),
         ("commit a row not in use", "not in use|allowed", lambda m: m.commit(np.array([bad]), 1, one)),
         ("free a row not in use", wrong, lambda m: m.free(np.array([bad]))),
-        ("let go of what a row not in use has passed", wrong, lambda m: m.let_go_of_passed(np.array([bad]))),
+        (
+            "release what a row not in use has passed",
+            wrong,
+            lambda m: m.release_passed_blocks(np.array([bad])),
+        ),
         ("checkpoint a row not in use", wrong, lambda m: m.checkpoint(np.array([bad]))),
         ("fork a row not in use", "states cannot be forked|" + wrong, lambda m: m.fork(bad, 1)),
     ]
