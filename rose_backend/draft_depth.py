@@ -21,6 +21,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.config import MAX_SPECULATIVE_TOKENS
+
 Tokens = list[int] | NDArray[np.signedinteger[Any]]
 _Request = TypeVar("_Request")
 
@@ -30,7 +32,7 @@ _MIN_TIMES, _MAX_TIMES = 4, 15
 """Times of steps that a median is taken of."""
 _MIN_HOPELESS = 2
 """Times after which a trial is over whose steps take too long even if all drafts are accepted."""
-_TRIAL_STEPS, _MAX_COST = 7, 0.01
+_TRIAL_STEPS, _MAX_COST = 6, 0.01
 """Steps of a trial, about, and the share of its tokens that an engine may lose by trials. A number of drafts that is
 not in use is timed again when one is worth it: contexts have grown, or others use the GPU no more."""
 _STEPS_BETWEEN_TRIALS = (100, 20_000)
@@ -39,6 +41,8 @@ _MAX_TRIAL_STEPS = 50
 """After which a trial is given up: steps with prompts are not timed."""
 _MIN_GAIN = 1.02
 """By which a number of drafts that is not in use must be better, so that noise changes nothing."""
+_MAX_TRIALS = 4
+"""Trials that what a step takes is a mean of, about; older ones fade."""
 _OTHER_TIMES = 1.25
 """By which a step takes longer than it did, or less, where something else has changed than the contexts."""
 _NUM_OBSERVED = 32
@@ -50,8 +54,11 @@ _MAX_TOKENS_LOOKED_AT = 8192
 def draft_depths(num_drafts: int) -> tuple[int, ...]:
     """Return the numbers of drafts to choose from, rising: 0, 1, 3, 7 and so on, and all ``num_drafts``.
 
-    With these a request computes 1, 2, 4, 8 tokens in a step: tiles of kernels have as many rows.
+    With these a request computes 1, 2, 4, 8 tokens in a step: tiles of kernels have as many rows. Of more drafts than
+    decode attention takes there are all or none, as steps with some of them would be launched kernel by kernel, too.
     """
+    if num_drafts > MAX_SPECULATIVE_TOKENS:
+        return 0, num_drafts
     return (*((1 << tokens) - 1 for tokens in range(num_drafts.bit_length())), num_drafts)
 
 
@@ -74,6 +81,8 @@ class _StepTime(NamedTuple):
     """When, as ``DraftDepth`` counts."""
     trial_steps: int
     """Steps of the trial that has shown it, or about that many."""
+    num_trials: int
+    """It is a mean of the last ones of, at most ``_MAX_TRIALS``."""
 
 
 class _Acceptance:
@@ -131,8 +140,8 @@ class DraftDepth:
         self._next_trials: dict[tuple[int, int], int] = {}
         self._acceptance = _Acceptance(num_drafts)
         self._num_steps = self._num_drafted = self._next_look = 0
-        # Of the batch, and the last step in which it had that.
-        self._size = self._last_of_size = 0
+        # Of the batch; and the last step of each size.
+        self._size, self._last_steps = 0, dict[int, int]()
 
     def __str__(self) -> str:
         of_all = self._num_steps and 100.0 * self._num_drafted / self._num_steps
@@ -153,26 +162,31 @@ class DraftDepth:
     def _has_another_size(self, size: int) -> bool:
         """Whether the batch has another size from now on: about twice another one, or not only for some steps.
 
-        What was begun with the size before is over, and what this size took at an earlier time is forgotten.
+        What was begun with the size before is over, and what this size took long ago is forgotten.
         """
-        is_near = abs(size - self._size) < 2
-        if size == self._size or (is_near and self._num_steps - self._last_of_size < _STEPS_BETWEEN_LOOKS):
-            self._last_of_size = self._num_steps if size == self._size else self._last_of_size
+        last_step, self._last_steps[size] = self._last_steps.get(size, 0), self._num_steps
+        is_near, num_others = (
+            abs(size - self._size) < 2,
+            self._num_steps - self._last_steps.get(self._size, 0),
+        )
+        if size == self._size or (is_near and num_others < _STEPS_BETWEEN_LOOKS):
             return False
-        self._size, self._last_of_size = size, self._num_steps
-        if self._trial is not None:
-            self._depth, self._trial = self._trial.depth, None
-        for depth in self._depths:
-            self._times[depth, size].clear()
+        if (trial := self._trial) is not None:
+            if self._seconds_here(self._size) is not None:
+                self._end(trial, self._size)
+            self._depth, self._trial = trial.depth, None
+        self._size = size
+        if self._num_steps - last_step > _STEPS_BETWEEN_TRIALS[0]:
+            for depth in self._depths:
+                self._times[depth, size].clear()
         return True
 
     def _choose(self, size: int) -> int:
         here = self._seconds_here(size)
         if self._trial is not None:
-            here = here or self._hopeless_seconds(self._trial, size)
-            if here is None:
-                return self._go_on_with(self._trial, size)
-            self._end(self._trial, size, here)
+            if self._goes_on(self._trial, size, here):
+                return self._depth
+            here = self._end(self._trial, size)
         best = self._best(size)
         if best != self._depth:
             return best
@@ -183,43 +197,42 @@ class DraftDepth:
         times = self._times[self._depth, size]
         return median(times) if len(times) >= _MIN_TIMES else None
 
-    def _hopeless_seconds(self, trial: _Trial, size: int) -> float | None:
-        """Return what a step of a trial takes if it gives fewer tokens per second in any case; else None."""
+    def _goes_on(self, trial: _Trial, size: int, here: float | None) -> bool:
+        """Whether a trial has not shown enough yet: it may be better, ``here`` being what its steps take if known."""
+        if self._num_steps - trial.begin >= _MAX_TRIAL_STEPS:
+            return False
         times = self._times[self._depth, size]
-        if len(times) < _MIN_HOPELESS:
-            return None
-        least_s = min(times)
         rate_before = (1.0 + self._acceptance.mean(trial.depth)) / trial.seconds
-        return least_s if (1.0 + self._depth) / least_s < rate_before else None
+        if here is None:
+            return len(times) < _MIN_HOPELESS or (1.0 + self._depth) / min(times) >= rate_before
+        # What is better costs nothing while it is made sure of.
+        return len(times) < _MAX_TIMES and (1.0 + self._acceptance.mean(self._depth)) / here > rate_before
 
-    def _go_on_with(self, trial: _Trial, size: int) -> int:
-        """Return the number of drafts of a trial with too few times yet; the one before if it has lasted long."""
-        if self._num_steps - trial.begin < _MAX_TRIAL_STEPS:
-            return self._depth
-        self._trial = None
-        self._next_trials[size, self._depth] = self._num_steps + int(_MAX_TRIAL_STEPS / _MAX_COST)
-        return trial.depth
+    def _end(self, trial: _Trial, size: int) -> float | None:
+        """End a trial and note what it has shown; return what its steps took, None if too few were timed.
 
-    def _end(self, trial: _Trial, size: int, seconds: float) -> None:
-        """Note what a trial has shown.
-
-        Other numbers take longer, or less, as the one before the trial does now. If the one that was tried does not,
-        all that was known is of other times.
+        Other numbers take longer, or less, as the one before the trial does now. If a trial has made sure of something
+        else, what is known is of other times, and all numbers are tried again.
         """
-        self._trial, known = None, self._known[size]
-        last, tried = known.get(trial.depth), known.get(self._depth)
-        factor = 1.0 if last is None else trial.seconds / last.seconds
-        is_other = (
-            tried is not None and not 1 / _OTHER_TIMES < seconds / (tried.seconds * factor) < _OTHER_TIMES
-        )
-        for depth, other in list(known.items()):
-            known[depth] = other._replace(seconds=other.seconds * factor)
-            if is_other:
-                del known[depth]
-        known[trial.depth] = _StepTime(
-            trial.seconds, self._num_steps, _TRIAL_STEPS if last is None else last.trial_steps
-        )
-        known[self._depth] = _StepTime(seconds, self._num_steps, self._num_steps - trial.begin)
+        self._trial, times = None, self._times[self._depth, size]
+        if len(times) < _MIN_HOPELESS:
+            self._next_trials[size, self._depth] = self._num_steps + int(_MAX_TRIAL_STEPS / _MAX_COST)
+            self._depth = trial.depth
+            return None
+        here, known = median(times), self._known[size]
+        last = known.get(trial.depth, _StepTime(trial.seconds, self._num_steps, _TRIAL_STEPS, _MAX_TRIALS))
+        for depth, step in known.items():
+            known[depth] = step._replace(seconds=step.seconds * trial.seconds / last.seconds)
+        known[trial.depth] = last._replace(seconds=trial.seconds, timed=self._num_steps)
+        tried, seconds, num_trials = known.get(self._depth), here, 1
+        if tried is not None and 1 / _OTHER_TIMES < here / tried.seconds < _OTHER_TIMES:
+            num_trials = min(tried.num_trials + 1, _MAX_TRIALS)
+            seconds = tried.seconds + (here - tried.seconds) / num_trials
+        elif tried is not None and len(times) == _MAX_TIMES:
+            for depth, step in known.items():
+                known[depth] = step._replace(timed=self._num_steps, trial_steps=0, num_trials=1)
+        known[self._depth] = _StepTime(seconds, self._num_steps, self._num_steps - trial.begin, num_trials)
+        return here
 
     def _best(self, size: int) -> int:
         """Return the number of drafts with the most tokens per second; in doubt the present one."""
@@ -277,7 +290,11 @@ class DraftDepth:
 
     def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
         """Note how long a step took in which ``num_requests`` decoded, with ``depth`` drafts each, and nothing else."""
-        self._times[depth, num_requests.bit_length()].append(seconds)
+        size = num_requests.bit_length()
+        # Of batches that alternate between two sizes, all steps count for one.
+        size = self._size if abs(size - self._size) < 2 else size
+        if seconds > 0.0:
+            self._times[depth, size].append(seconds)
 
     def note_accepted(self, shares: Sequence[float]) -> None:
         """Note which drafts were accepted in a step, or would have been.

@@ -387,7 +387,7 @@ def test_a_head_is_asked_where_it_pays(make_engine: MakeEngine, monkeypatch: pyt
     assert tokens_of(drafting, prompts, params) == expected
     late = clock.steps[100:]
     assert late.count(0) > 0.9 * len(late) > 300
-    assert late.count(1) > 0
+    assert set(late) > {0}, late
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "smollm3", "tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"])

@@ -321,8 +321,8 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert len(set(captured)) == len(captured) and captured[0].num_tokens == 65
     most = max(desc.num_reqs for desc in captured if desc.uniform_token_count == query_len)
-    # As many rows as there are tokens for.
-    assert most == {2: 16, 3: 11, 8: 4}[query_len]
+    # As many rows as there are requests, or tokens for.
+    assert most == {2: 20, 3: 20, 8: 8}[query_len]
     for num_rows in range(1, 65 // query_len + 1):
         num_tokens = num_rows * query_len
         for uniform in (query_len, None):

@@ -163,7 +163,7 @@ def add_decode_graphs(manager: Any) -> None:
     most = manager.decode_query_len
     query_lens = [1 + depth for depth in depths_of(manager.vllm_config)] if most > 1 else [1]
     for query_len in query_lens:
-        if query_len == 1 or most <= MAX_QUERY_LEN:
+        if query_len <= MAX_QUERY_LEN:
             _add_decode_graphs_of(manager, mixed, query_len)
 
 
@@ -200,12 +200,12 @@ def _add_decode_graphs_of(manager: Any, mixed: list[Any], query_len: int) -> Non
     most = min(manager.max_num_reqs, largest // query_len)
     decodes = {}
     for desc in mixed:
-        num_rows = -(-desc.num_tokens // query_len)
-        if num_rows <= most:
-            rounded = replace(
-                desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
-            )
-            decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
+        # The largest batch has a graph whether or not its size is among those of mixed steps.
+        num_rows = min(-(-desc.num_tokens // query_len), most)
+        rounded = replace(
+            desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
+        )
+        decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
     descs = [*manager._capture_descs[CUDAGraphMode.FULL], *decodes]
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
     # With LoRA each size has a graph without adapters, too.
