@@ -124,6 +124,13 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         ({"allowed_token_ids": list(range(100_000))}, "allowed_token_ids", "at most 1024 items"),
         ({"allowed_token_ids": [2560]}, "allowed_token_ids", "allowed_token_ids: got 2560, allowed is ids"),
         ({"allowed_token_ids": [10**40]}, "allowed_token_ids.0", "less than or equal to 2147483647"),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids", "leave no token to draw"),
+        ({"allowed_token_ids": [2559], "min_tokens": 1}, "allowed_token_ids", "leave no token to draw"),
+        (
+            {"allowed_token_ids": [3, 64], "bad_words": ["a"], "stop_token_ids": [3], "min_tokens": 2},
+            "allowed_token_ids",
+            "leave no token to draw",
+        ),
         ({"bad_words": [""]}, "bad_words.0", "at least 1 character"),
         ({"bad_words": ["a"] * 100_000}, "bad_words", "at most 128 items"),
         ({"bad_words": ["a" * 1025]}, "bad_words.0", "at most 1024 characters"),
