@@ -295,7 +295,7 @@ async def list_models(request: Request) -> Response:
     served: list[tuple[str, str, str | None, int | None]]
     served = [(name, root, None, window) for name in service.settings.served_model_names]
     # As in vLLM, these do not repeat the window.
-    served += [(each.lora.lora_name, each.lora.lora_path, each.parent, None) for each in service.adapters]
+    served += [(each.lora.lora_name, each.root, each.parent, None) for each in service.adapters]
     cards = [
         {
             "id": name,
