@@ -385,7 +385,8 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ping", methods=["GET", "POST"], response_class=Response, tags=["operations"])
+@router.get("/ping", response_class=Response, tags=["operations"])
+@router.post("/ping", response_class=Response, tags=["operations"])
 async def ping(request: Request) -> Response:
     """Report the same as ``/health``, where SageMaker looks for it."""
     return await health(request)

@@ -307,6 +307,10 @@ def test_only_json_is_read(server: LiveServer, kind: str) -> None:
 
 def test_unknown_routes_and_methods(server: LiveServer) -> None:
     for method, path, status in (
+        # Whatever their bodies are.
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/models", 405),
         ("GET", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
@@ -435,3 +439,6 @@ def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
         answer = server.http.get(path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]
+    schema = server.http.get("/openapi.json").json()
+    names = [each["operationId"] for methods in schema["paths"].values() for each in methods.values()]
+    assert len(names) == len(set(names)) and {"get", "post"} <= schema["paths"]["/ping"].keys()
