@@ -214,7 +214,7 @@ class DirectRoutes:
         scope["app"] = self._app
         request = Request(scope, receive)
         try:
-            response = await answer(request, await self._read(model, receive))
+            response = await answer(request, await self._read(model, request, receive))
         except Exception as error:
             await (await answer_error(request, error))(scope, receive, send)
             if not isinstance(error, EXPECTED_ERRORS):
@@ -222,9 +222,11 @@ class DirectRoutes:
             return
         await response(scope, receive, send)
 
-    async def _read(self, model: type[Body], receive: Receive) -> Body:
+    async def _read(self, model: type[Body], request: Request, receive: Receive) -> Body:
+        """Return the body; ``request.state.num_body_bytes`` is then its length."""
         service: Service = self._app.state.service
         content = await _read_body(receive, service.settings)
+        request.state.num_body_bytes = len(content)
         if len(content) <= COUNTED_BODY_BYTES:
             await self._request_throttle.pass_through()
             return parse_body(model, content)
