@@ -67,6 +67,12 @@ class AdapterTable:
         with self.held(lora, None):
             pass
 
+    def has(self, lora: LoRARequest) -> bool:
+        """Return whether a request that is submitted now may use this very adapter."""
+        with self._lock:
+            entry = self._find(lora.lora_int_id)
+            return entry is not None and entry.lora == lora and entry.is_ready and not entry.is_leaving
+
     @contextlib.contextmanager
     def held(self, lora: LoRARequest, kept: Collection[int] | None) -> Iterator[None]:
         """Load an adapter, if it is not loaded already, and let it keep its slot until the end of the block.
@@ -99,6 +105,12 @@ class AdapterTable:
                         )
                     known.num_users += 1
                     return known
+                is_full = len(self._held) == self._slots.num_slots
+            if is_full and kept is not None:
+                # What cannot be loaded takes no other's place.
+                with _refusing():
+                    self._slots.check(Path(lora.lora_path))
+            with self._lock:
                 entry = self._take_slot(lora, kept)
             self._fill(entry)
         logger.info("loaded LoRA adapter %r into slot %d", lora.lora_name, entry.slot)
@@ -106,17 +118,14 @@ class AdapterTable:
 
     def _fill(self, entry: _Loaded) -> None:
         try:
-            with _ONE_THREAD.in_force():
+            with _refusing(), _ONE_THREAD.in_force():
                 self._slots.load(entry.slot, Path(entry.lora.lora_path))
             entry.is_ready = True
-        except Exception as error:
+        except RequestError:
             with self._lock:
                 entry.is_leaving = entry.is_unloaded = True
                 self._leave(entry)
-            reason = (
-                str(error).removeprefix("model: ") if isinstance(error, ModelError) else kind_and_text(error)
-            )
-            raise RequestError(f"lora_path: {reason}", parameter="lora_path") from error
+            raise
 
     def announce_unload(self, lora_id: int) -> None:
         """Let loads from now on wait until the adapter has been unloaded."""
@@ -194,3 +203,13 @@ class AdapterTable:
         entry = _Loaded(lora, slot, namespace)
         self._held.append(entry)
         return entry
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Let what goes wrong with the files of an adapter be the refusal of its path."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).removeprefix("model: ") if isinstance(error, ModelError) else kind_and_text(error)
+        raise RequestError(f"lora_path: {reason}", parameter="lora_path") from error

@@ -118,6 +118,9 @@ class AsyncEngine(EngineClient):
             checked = self.input_processor.process(prompt, sampling_params)
         if lora_request is not None:
             await self.load_adapter(lora_request)
+            # It may have been unloaded while this task waited for its turn.
+            while not self._core.adapter_table().has(lora_request):
+                await self.load_adapter(lora_request)
             checked = checked._replace(lora_id=lora_request.lora_int_id)
         completions = GrowingCompletions()
         async with aclosing(self.generate_deltas(checked, request_id=request_id)) as outputs:

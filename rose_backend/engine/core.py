@@ -85,6 +85,7 @@ class EngineCore:
             max_model_len=loaded.max_model_len,
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
+            eos_token_ids=loaded.eos_token_ids,
         )
         self.adapters = None if loaded.lora_slots is None else AdapterTable(loaded.lora_slots)
         """None: there are none."""

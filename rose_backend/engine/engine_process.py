@@ -98,6 +98,7 @@ class EngineProcess:
                 max_model_len=core.input_processor.max_model_len,
                 num_blocks=core.num_blocks,
                 counters=core.counters,
+                eos_token_ids=core.input_processor.eos_token_ids,
             )
         )
         try:

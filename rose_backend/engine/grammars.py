@@ -81,6 +81,14 @@ class Grammar:
         """Let no token be drawn any more."""
         self.error = f"{_field(self._params)}: its grammar cannot go on ({reason})"
 
+    def may_begin_with(self, token_ids: Sequence[int]) -> bool:
+        """Return whether one of ``token_ids`` may be the first; of a grammar that has followed nothing."""
+        if self._begins_after is not None:
+            return True
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
+        self.finish(mask)
+        return any(mask[token_id >> 5] >> (token_id & 31) & 1 for token_id in token_ids)
+
     def finish(self, mask: NDArray[np.uint32]) -> None:
         """Allow and forbid stop tokens in the matcher's mask; forbid everything where it cannot go on."""
         matcher, stops = self._matcher, self._params.stop_token_ids or ()
@@ -166,7 +174,7 @@ class GrammarCompiler:
         """Return a grammar that has followed nothing.
 
         Raises:
-            RequestError: it is not valid, too large, or the model has no end token.
+            RequestError: it is not valid, too large, or the model has no end token; or no allowed token may be first.
         """
         structured = params.structured_outputs
         assert structured is not None
@@ -180,7 +188,13 @@ class GrammarCompiler:
                 self._cache[structured] = matcher
                 if len(self._cache) > _MAX_CACHED:
                     self._cache.popitem(last=False)
-        return Grammar(matcher.deep_copy(), params, self._eos_token_ids)
+        grammar = Grammar(matcher.deep_copy(), params, self._eos_token_ids)
+        if params.allowed_token_ids is not None and not grammar.may_begin_with(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: got none that may begin the structured output, allowed are lists with at least one",
+                parameter="allowed_token_ids",
+            )
+        return grammar
 
     def close(self) -> None:
         """Compile nothing more."""

@@ -195,6 +195,8 @@ class Ready(Message):
     max_model_len: int
     num_blocks: int
     counters: Counters
+    eos_token_ids: tuple[int, ...]
+    """Of the model."""
 
     def input_processor(self, tokenizer: Tokenizer) -> InputProcessor:
         """Return what makes this engine's inputs of prompts."""
@@ -204,6 +206,7 @@ class Ready(Message):
             max_model_len=self.max_model_len,
             max_num_seqs=self.options["max_num_seqs"],
             seed=self.options["seed"],
+            eos_token_ids=self.eos_token_ids,
         )
 
 

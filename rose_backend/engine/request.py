@@ -305,16 +305,25 @@ class InputProcessor:
         max_model_len: prompt plus output, in tokens.
         max_num_seqs: completions that may run at once.
         seed: of the engine; requests without a seed derive theirs from it and their number.
+        eos_token_ids: of the model.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._seed = seed
+        self.eos_token_ids = tuple(eos_token_ids)
         self._numbers = itertools.count()
         self._last_bad_words: tuple[Mapping[str, None], list[list[int]]] = {}, []
 
@@ -334,7 +343,7 @@ class InputProcessor:
 
         Raises:
             RequestError: see ``SamplingParams.check_against_model`` and ``check_cache_salt``; or the prompt is empty,
-                too long, or holds an id outside the vocabulary.
+                too long, or holds an id outside the vocabulary; or no token may be the first one of the answer.
         """
         return self.process_all([prompt], [params])[0]
 
@@ -363,6 +372,7 @@ class InputProcessor:
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
                 words = self._bad_words_token_ids(params)
                 params = self._checked_params(params, len(ids), options)
+                self._check_drawable(params, words)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own, words, tenant))
@@ -446,6 +456,25 @@ class InputProcessor:
         if options.max_new_tokens is not None and params.max_tokens is None:
             params = replace(params, max_tokens=min(options.max_new_tokens, room))
         return params
+
+    def _check_drawable(self, params: SamplingParams, bad_words_token_ids: list[list[int]]) -> None:
+        """Raise RequestError if no token may be the first one of the answer, whatever the model and a grammar say."""
+        forbidden = {word[0] for word in bad_words_token_ids if len(word) == 1}
+        # A grammar lets a text that can only end do so before min_tokens.
+        if params.min_tokens and params.structured_outputs is None:
+            forbidden.update(params.stop_token_ids or (), () if params.ignore_eos else self.eos_token_ids)
+        given = params.allowed_token_ids
+        allowed = range(self.vocab_size) if given is None else given
+        if not forbidden or not all(token_id in forbidden for token_id in allowed):
+            return
+        field = (
+            "allowed_token_ids" if given is not None else "min_tokens" if params.min_tokens else "bad_words"
+        )
+        raise RequestError(
+            f"{field}: got limits that leave no token to draw, each one is a bad word or ends the text before "
+            "min_tokens; allowed are those that leave at least one",
+            parameter=field,
+        )
 
     def _bad_words_token_ids(self, params: SamplingParams) -> list[list[int]]:
         """Return the tokens of each bad word, and those after a space where these are other ones, as in vLLM."""

@@ -186,6 +186,10 @@ class AdapterSlots:
         """Of all slots."""
         return sum(each.nbytes for layer in self._tensors for pair in layer.values() for each in pair)
 
+    def check(self, directory: Path) -> None:
+        """Do what ``load`` does before it reads weights; errors are those of ``find_adapter``."""
+        find_adapter(directory, self._config, self._max_rank)
+
     @torch.inference_mode()
     def load(self, slot: int, directory: Path) -> None:
         """Copy an adapter into a slot that no request uses or gets meanwhile. Any thread may call it.

@@ -36,6 +36,8 @@ class ServedAdapter:
     lora: LoRARequest
     parent: str
     """Name of the base model."""
+    root: str
+    """Its path as it was given: clients see it."""
     num_requests: int = 0
     """Those that hold it. Each may have prompts that the engine does not know yet."""
 
@@ -80,7 +82,7 @@ class ServedAdapters:
         """
         for module in self._settings.lora_modules:
             try:
-                await self._load(module.name, module.path, module.base_model_name)
+                await self._load(module.name, module.path, module.base_model_name, module.path)
             except RequestError as error:
                 raise ConfigError(f"lora_modules: {module.name!r}: {error}") from error
 
@@ -115,7 +117,12 @@ class ServedAdapters:
                     param="lora_name",
                 )
             path = await asyncio.to_thread(self._find_files, name, body.lora_path)
-            await self._load(name, path, None)
+            try:
+                await self._load(name, path, None, body.lora_path)
+            except RequestError as error:
+                if error.parameter != "lora_path":
+                    raise
+                raise _with_path(error, path, body.lora_path) from error
 
     async def unload(self, body: UnloadLoRAAdapterRequest) -> None:
         """Unload one. Requests that use it go on.
@@ -137,15 +144,15 @@ class ServedAdapters:
             self._let_go(served)
             logger.info("unloaded LoRA adapter %r", name)
 
-    async def _load(self, name: str, path: str, base_model_name: str | None) -> None:
-        """Load an adapter, in place of the one that has its name, if any."""
+    async def _load(self, name: str, path: str, base_model_name: str | None, root: str) -> None:
+        """Load an adapter, in place of the one that has its name, if any. Clients see ``root``, not ``path``."""
         await self._wait_for_slot(name)
         self._num_loaded += 1
         lora = LoRARequest(name, self._num_loaded, path)
         await self._engine.load_adapter(lora)
         names = self._settings.served_model_names
         before, parent = self._by_name.get(name), base_model_name if base_model_name in names else names[0]
-        self._by_name[name] = ServedAdapter(lora, str(parent))
+        self._by_name[name] = ServedAdapter(lora, str(parent), root)
         if before is not None:
             self._let_go(before)
 
@@ -195,3 +202,12 @@ class ServedAdapters:
                 404, f"Loading lora {name} failed: No adapter found for {path[:200]}", param="lora_path"
             )
         return str(directory)
+
+
+def _with_path(error: RequestError, path: str, given: str) -> RequestError:
+    """Return a refusal that shows a path as the client gave it: the server's directories are not its business."""
+    text = str(error)
+    # Some show it as it is, others as Python writes strings.
+    for shown, own in ((path, given), (repr(path)[1:-1], repr(given)[1:-1])):
+        text = text.replace(shown, own)
+    return RequestError(text, parameter=error.parameter)

@@ -114,6 +114,8 @@ class Connection(HttpToolsProtocol):
 
     config: ConnectionConfig
     _progress_timer: asyncio.TimerHandle | None = None
+    # What has come of the newest request's; uvicorn sets it when the first one begins.
+    url = b""
 
     def __init__(
         self,
@@ -424,7 +426,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _as_bytes(self, refusal: ApiError, request_id: str) -> bytes:
-        answer = refusal.response()
+        answer = refusal.response(self.url.partition(b"?")[0].decode("latin-1"))
         headers = [
             *self.server_state.default_headers,
             *answer.raw_headers,

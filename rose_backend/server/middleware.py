@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _COUNTING_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 _ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES | _ADAPTER_ROUTES) | {
+_BODY_ROUTES = GENERATING_ROUTES | _COUNTING_ROUTES | _ADAPTER_ROUTES
+ROUTES = _BODY_ROUTES | {
     "/",
     "/v1/models",
     "/health",
@@ -54,7 +55,7 @@ ROUTES = (GENERATING_ROUTES | _COUNTING_ROUTES | _ADAPTER_ROUTES) | {
     "/openapi.json",
     "/docs",
 }
-READ_ROUTES = ROUTES - GENERATING_ROUTES - _COUNTING_ROUTES - _ADAPTER_ROUTES
+READ_ROUTES = ROUTES - _BODY_ROUTES
 """Routes of GET, which also answer HEAD."""
 OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/metrics"})
 """Routes without API key: probes and scrapers have none, and the page holds nothing of anybody's."""
@@ -82,6 +83,10 @@ class Middleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        # What others answer does not depend on a body.
+        self._body_routes = _BODY_ROUTES
+        if service.settings.runtime_lora_dir is None:
+            self._body_routes -= _ADAPTER_ROUTES
         self._api_keys = [key.encode() for key in service.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +154,7 @@ class Middleware:
                 retry_after=str(RETRY_AFTER_S),
                 connection="close",
             )
-        if method != "POST" or route in OPEN_ROUTES:
+        if method != "POST" or route not in self._body_routes:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -209,7 +214,7 @@ class DirectRoutes:
         scope["app"] = self._app
         request = Request(scope, receive)
         try:
-            response = await answer(request, await self._read(model, receive))
+            response = await answer(request, await self._read(model, request, receive))
         except Exception as error:
             await (await answer_error(request, error))(scope, receive, send)
             if not isinstance(error, EXPECTED_ERRORS):
@@ -217,9 +222,11 @@ class DirectRoutes:
             return
         await response(scope, receive, send)
 
-    async def _read(self, model: type[Body], receive: Receive) -> Body:
+    async def _read(self, model: type[Body], request: Request, receive: Receive) -> Body:
+        """Return the body; ``request.state.num_body_bytes`` is then its length."""
         service: Service = self._app.state.service
         content = await _read_body(receive, service.settings)
+        request.state.num_body_bytes = len(content)
         if len(content) <= COUNTED_BODY_BYTES:
             await self._request_throttle.pass_through()
             return parse_body(model, content)

@@ -80,7 +80,14 @@ class EngineReplica:
         engine, processor = self._engine, self._engine.input_processor
         counters = await self._engine.counters()
         options = dataclasses.asdict(engine.config)
-        return Ready(options, processor.vocab_size, processor.max_model_len, engine.num_blocks, counters)
+        return Ready(
+            options,
+            processor.vocab_size,
+            processor.max_model_len,
+            engine.num_blocks,
+            counters,
+            processor.eos_token_ids,
+        )
 
     async def generate(
         self, request_id: str, lora: LoRARequest | None, *, prompt: ProcessedInput

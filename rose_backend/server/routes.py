@@ -173,7 +173,7 @@ async def answer_chat(
     processor = service.engine.input_processor
     options = body.prompt_options(processor.max_model_len, service.sampling_defaults.max_new_tokens)
     truncates = options.truncate_prompt_tokens is not None
-    conversation = read_conversation(body, body.messages, service, truncates=truncates)
+    conversation = await read_conversation(request, body, body.messages, truncates=truncates)
     reasons = answer_reasons(body, service, conversation)
     parser = parser_of(body, service, reasons=reasons)
     if reasons and params.structured_outputs is not None:
@@ -271,7 +271,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     service = check_body(request, body)
     processor = service.engine.input_processor
     chat_body = await translated(request, body)
-    conversation = read_conversation(chat_body, chat_body.messages, service, truncates=False)
+    conversation = await read_conversation(request, chat_body, chat_body.messages, truncates=False)
 
     def count() -> Response:
         with naming("messages"):
@@ -295,7 +295,7 @@ async def list_models(request: Request) -> Response:
     served: list[tuple[str, str, str | None, int | None]]
     served = [(name, root, None, window) for name in service.settings.served_model_names]
     # As in vLLM, these do not repeat the window.
-    served += [(each.lora.lora_name, each.lora.lora_path, each.parent, None) for each in service.adapters]
+    served += [(each.lora.lora_name, each.root, each.parent, None) for each in service.adapters]
     cards = [
         {
             "id": name,
@@ -340,7 +340,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         body.check_prompt_fields()
         check_text_length("prompt", len(body.prompt or ""), processor)
     else:
-        conversation = read_conversation(body, body.messages, service, truncates=False)
+        conversation = await read_conversation(request, body, body.messages, truncates=False)
 
     def encode() -> Response:
         adds = body.add_special_tokens
@@ -385,7 +385,8 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ping", methods=["GET", "POST"], response_class=Response, tags=["operations"])
+@router.get("/ping", response_class=Response, tags=["operations"])
+@router.post("/ping", response_class=Response, tags=["operations"])
 async def ping(request: Request) -> Response:
     """Report the same as ``/health``, where SageMaker looks for it."""
     return await health(request)
@@ -501,14 +502,14 @@ def naming_all(renamed: Mapping[str, str]) -> Iterator[None]:
 
 
 async def translated(request: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat that asks for the same, made in a thread if there are many messages."""
+    """Return the chat that asks for the same, made in a thread if there are many messages, or long ones."""
     template = request.app.state.service.chat_template
 
     def merges_instructions() -> bool:
         return bool(template.takes_instructions_in_front_only)
 
     make = partial(body.chat_request, merges_instructions=merges_instructions)
-    return await run_by_length(_LENGTH_OF_EACH * body.num_blocks, make)
+    return await run_by_length(_LENGTH_OF_EACH * body.num_blocks + request.state.num_body_bytes, make)
 
 
 class Conversation(NamedTuple):
@@ -527,10 +528,10 @@ class Conversation(NamedTuple):
     """Returns the prompt's text; errors are those of ``ChatTemplate.render`` and ``parse_arguments``."""
 
 
-def read_conversation(
-    body: ConversationRequest, messages: list[ChatMessage], service: Service, *, truncates: bool
+async def read_conversation(
+    request: Request, body: ConversationRequest, messages: list[ChatMessage], *, truncates: bool
 ) -> Conversation:
-    """Return a conversation as every route renders it.
+    """Return a conversation as every route renders it; a long one is read in a thread.
 
     Args:
         truncates: whether the prompt may be longer than the window.
@@ -538,6 +539,13 @@ def read_conversation(
     Raises:
         RequestError: there is no template, or something is too long, or not supported.
     """
+    read = partial(_read_conversation, body, messages, request.app.state.service, truncates=truncates)
+    return await run_by_length(request.state.num_body_bytes, read)
+
+
+def _read_conversation(
+    body: ConversationRequest, messages: list[ChatMessage], service: Service, *, truncates: bool
+) -> Conversation:
     processor, template = service.engine.input_processor, service.chat_template
     adds_start = body.adds_generation_prompt()
     max_length = max_text_length(processor)

@@ -202,16 +202,15 @@ class RequestRecord:
         }
 
     def log(self) -> None:
-        """Write the line: ``name=value`` pairs, tokens and times only of requests that reached the engine."""
+        """Write the line: ``name=value`` pairs, tokens only of requests that had one generated."""
         parts = [f"id={self.request_id}", f"route={self.route}", f"status={self.status}"]
-        if self.num_prompt_tokens:
+        if self.first_token_s is not None:
             parts += [
                 f"prompt_tokens={self.num_prompt_tokens}",
                 f"cached_tokens={self.num_cached_tokens}",
                 f"output_tokens={self.num_output_tokens}",
+                f"ttft_ms={(self.first_token_s - self.start_s) * 1e3:.1f}",
             ]
-        if self.first_token_s is not None:
-            parts.append(f"ttft_ms={(self.first_token_s - self.start_s) * 1e3:.1f}")
         parts.append(f"latency_ms={(time.monotonic() - self.start_s) * 1e3:.1f}")
         if self.finish_reasons:
             parts.append(f"finish={','.join(sorted(self.finish_reasons))}")

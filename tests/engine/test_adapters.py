@@ -165,6 +165,19 @@ def test_a_slot_with_requests_is_not_given_away(case: AdapterCase) -> None:
         assert case.generate(llm, [2], num_prompts=2) == []
 
 
+def test_what_cannot_be_loaded_takes_no_others_slot(case: AdapterCase, tmp_path: Path) -> None:
+    broken = write_adapter(tmp_path / "broken", case.path, rank=2)
+    (broken / "adapter_model.safetensors").write_bytes(b"")
+    with case.llm(max_loras=1) as llm:
+        assert case.generate(llm, [1], num_prompts=1) == []
+        for path in (broken, tmp_path / "none"):
+            with pytest.raises(RequestError, match=r"^lora_path: "):
+                llm.generate("a", GREEDY, lora_request=LoRARequest("broken", 7, str(path)))
+            assert llm.core.adapter_table().has(case.adapters[1])
+        assert case.generate(llm, [2], num_prompts=1) == []
+        assert not llm.core.adapter_table().has(case.adapters[1])
+
+
 def test_a_slot_is_not_given_away_before_all_prompts_are_added(case: AdapterCase) -> None:
     prompts = [list(case.prompts[which][5]) for which in (1, 1, 1, 1, 2)]
     adapters = [case.adapters[which] for which in (1, 1, 1, 1, 2)]
@@ -277,6 +290,39 @@ def test_an_async_engine_loads_an_adapter_once_for_all_that_ask(case: AdapterCas
                 await anext(engine.generate("a", lora_request=LoRARequest("fifth", 5, "path")))
             with pytest.raises(RequestError, match="lora_request: got str, allowed is a LoRARequest"):
                 await anext(engine.generate("a", lora_request="adapter"))  # type: ignore[arg-type]
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(serve())
+
+
+def test_an_adapter_that_is_unloaded_before_its_prompt_is_submitted(case: AdapterCase) -> None:
+    """Is loaded again, or refused if another has its id; no prompt is answered with the other one."""
+
+    async def serve() -> None:
+        engine = AsyncEngine(str(case.path), device="cpu", dtype="float32", enable_lora=True, max_loras=2)
+        load = engine.load_adapter
+        first, second = case.adapters[1], case.adapters[2]
+        nexts: list[LoRARequest | None] = []
+
+        async def load_and_unload(lora: LoRARequest) -> None:
+            await load(lora)
+            if nexts:
+                engine.unload_adapter(lora.lora_int_id)
+                if (other := nexts.pop()) is not None:
+                    await load(other)
+
+        engine.load_adapter = load_and_unload  # type: ignore[method-assign]
+        try:
+            prompt = list(case.prompts[1][0])
+            for other in (None, second):
+                nexts.append(other)
+                outputs = [each async for each in engine.generate(prompt, GREEDY, lora_request=first)]
+                assert not nexts
+                assert tuple(outputs[-1].outputs[0].token_ids) == case.references[1].token_ids[0]
+            nexts.append(replace(second, lora_int_id=1))
+            with pytest.raises(RequestError, match=r"^lora_int_id: got 1 for 'adapter 1' from"):
+                await anext(engine.generate(prompt, GREEDY, lora_request=first))
         finally:
             await engine.shutdown()
 

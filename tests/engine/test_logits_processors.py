@@ -93,6 +93,34 @@ def test_bad_words_that_are_refused_as_tokens(tiny_model_path: Path, words: list
         assert caught.value.parameter == "bad_words"
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"bad_words": ["!", '"']}, "bad_words"),
+        ({"bad_words": ["!"], "min_tokens": 1}, "min_tokens"),
+        ({"bad_words": ["!"], "allowed_token_ids": [0]}, "allowed_token_ids"),
+        ({"bad_words": ["!"], "min_tokens": 1, "ignore_eos": True}, None),
+        ({"bad_words": ["!"], "allowed_token_ids": [1]}, None),
+        ({"bad_words": ["!!"], "allowed_token_ids": [0]}, None),
+        ({"bad_words": ["!"], "min_tokens": 1, "structured_outputs": {"regex": "x?"}}, None),
+    ],
+    ids=str,
+)
+def test_limits_that_leave_no_token(tiny_model_path: Path, fields: dict[str, Any], field: str | None) -> None:
+    inputs = InputProcessor(
+        Tokenizer(tiny_model_path),
+        **{"vocab_size": 2, "max_model_len": 99, "max_num_seqs": 4, "seed": 0},
+        eos_token_ids=(1,),
+    )
+    params = SamplingParams.from_mapping(fields, source="test")
+    refused: RequestError | None = None
+    try:
+        inputs.process([1], params)
+    except RequestError as error:
+        refused = error
+    assert (refused and refused.parameter) == field, refused
+
+
 def random_fields(choose: random.Random) -> dict[str, Any]:
     """Return what a request asks for: any mix."""
     fields: dict[str, Any] = {"ignore_eos": True, "max_tokens": 99}

@@ -129,9 +129,10 @@ def test_options() -> None:
     config = EngineConfig(model="m", speculative_config=drafts, seed=2**63 - 1, cuda_graph=False)
     start = sent_to_engine(StartUp.of(config, 10))
     assert EngineConfig(**start.options) == config and start.log_level == 10
-    ready = sent_by_engine(Ready(start.options, 5, 6, 7, COUNTERS))
+    ready = sent_by_engine(Ready(start.options, 5, 6, 7, COUNTERS, (8, 9)))
     assert EngineConfig(**ready.options) == config
     assert (ready.vocab_size, ready.max_model_len, ready.num_blocks, ready.counters) == (5, 6, 7, COUNTERS)
+    assert ready.eos_token_ids == (8, 9)
 
 
 def test_a_tokenizer(tiny_model_path: Path) -> None:

@@ -205,6 +205,34 @@ def test_bias_allowed_tokens_and_bad_words_hold_beside_a_grammar(llm: LLM) -> No
         assert re.fullmatch("[abc]{8}", outputs[3].outputs[0].text)
 
 
+@pytest.mark.parametrize(
+    ("regex", "allowed", "limits", "may_begin"),
+    [
+        ("[ab]+", "c", {}, False),
+        ("[ab]+", "cb", {}, True),
+        ("a?", "c", {}, False),
+        ("a?", "c", {"stop_token_ids": list(range(60, 99))}, True),
+        ("a?", "", {}, True),
+        ("b+", "", {}, False),
+        ("b*", "", {"min_tokens": 1}, False),
+    ],
+)
+def test_allowed_tokens_of_which_none_may_be_the_first(
+    llm: LLM, regex: str, allowed: str, limits: dict[str, Any], may_begin: bool
+) -> None:
+    token_ids = [*llm.tokenizer.encode(allowed), *(() if allowed else (EOS,))]
+    structured = StructuredOutputsParams(regex=regex)
+    params = SamplingParams(
+        structured_outputs=structured, allowed_token_ids=token_ids, max_tokens=1, **limits
+    )
+    if may_begin:
+        assert llm.generate("a", params)[0].outputs[0].finish_reason in ("stop", "length")
+    else:
+        with pytest.raises(RequestError, match="allowed_token_ids: got none that may begin") as caught:
+            llm.generate("a", params)
+        assert caught.value.parameter == "allowed_token_ids"
+
+
 def test_a_text_begins_behind_a_token(llm: LLM) -> None:
     begins_after = llm.tokenizer.encode(" the")[0]
     wanted = StructuredOutputsParams(choice=["xyz"], begins_after=begins_after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -406,6 +407,25 @@ def test_what_cannot_be_loaded_leaves_its_slot_free(server: LiveServer, case: Ad
     )
     for name in ("b", "c"):
         assert unload(server, name).status_code == 200
+
+
+def test_clients_see_paths_as_they_gave_them(server: LiveServer, case: AdapterCase) -> None:
+    folder = case.path.parent
+    partial = folder / 'it\'s "part"'
+    partial.mkdir(exist_ok=True)
+    shutil.copy(folder / "adapter2" / "adapter_config.json", partial)
+    damaged = write_adapter(folder / "damaged", case.path, rank=2) / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    for path in (partial.name, "damaged", str(folder / "damaged")):
+        answer = load(server, "a", path)
+        assert answer.status_code == 400 and error_of(answer)["param"] == "lora_path"
+        message = error_of(answer)["message"]
+        assert repr(path)[1:-1] in message and (path.startswith("/") or str(folder) not in message), message
+    for path in ("./adapter2", str(folder / "adapter2")):
+        assert load(server, "a", path).status_code == 200
+        assert server.http.get("/v1/models").json()["data"][-1]["root"] == path
+        assert difference(server, case, "a", 2, 1) is None
+        assert unload(server, "a").status_code == 200
 
 
 def test_requests_are_answered_while_an_adapter_is_read(

@@ -107,6 +107,19 @@ def test_long_headers(limited: LiveServer, content: bytes) -> None:
     )
 
 
+def test_refusals_of_headers_are_in_the_format_of_their_path(limited: LiveServer) -> None:
+    for path, is_message in ((b"/v1/messages?beta=true", True), (b"/v1/messages/x", True), (b"/v1/m", False)):
+        for more in (
+            b"X-Long: " + b"x" * 3000,
+            b"".join(b"X-%d: 1\r\n" % each for each in range(20)),
+            b" \r\n\r\n",
+        ):
+            status, answer = ask(limited, b"POST " + path + b" HTTP/1.1\r\nHost: x\r\n" + more)
+            assert status in (400, 431) and (answer.get("type") == "error") == is_message, answer
+            assert answer["error"]["type"] == "invalid_request_error"
+            assert ("code" in answer["error"]) != is_message
+
+
 def test_many_headers(limited: LiveServer) -> None:
     status, answer = ask(limited, GET + b"".join(b"X-%d: 1\r\n" % number for number in range(20)))
     assert status == 431

@@ -24,7 +24,7 @@ from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import QueueFullError, RequestError
-from rose_backend.server import answers, generation, middleware, routes
+from rose_backend.server import answers, generation, middleware, protocol, routes
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.generation import ClientWatch, EventStream, Generation, PromptOutput
@@ -42,7 +42,15 @@ from rose_backend.server.protocol import ChatCompletionRequest, CompletionReques
 from rose_backend.server.routes import read_prompts, read_token_ids
 from rose_backend.server.service import RequestRecord
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
-from tests.server.live_server import USAGE, LiveServer, check_refused, error_of, in_event_loop, running_server
+from tests.server.live_server import (
+    MODEL,
+    USAGE,
+    LiveServer,
+    check_refused,
+    error_of,
+    in_event_loop,
+    running_server,
+)
 from tests.support.patience import HANG_S
 
 OPTIONS = AnswerOptions("id", 0, "m", n=2)
@@ -351,6 +359,37 @@ def test_long_conversations_leave_the_event_loop(
     for each in (short, messages):
         server.http.post("/v1/chat/completions", json={"messages": each, "max_tokens": 1})
     assert names[0] == "rose-server" and names[1] != "rose-server"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/tokenize", "/v1/messages", "/v1/messages/count_tokens"]
+)
+def test_long_arguments_of_calls_are_measured_in_a_thread(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    names: set[str] = set()
+
+    def noting(measure: Any) -> Any:
+        def note(*arguments: Any) -> Any:
+            names.add(threading.current_thread().name)
+            return measure(*arguments)
+
+        return note
+
+    monkeypatch.setattr(routes, "text_lengths", noting(routes.text_lengths))
+    monkeypatch.setattr(protocol, "measure_json", noting(protocol.measure_json))
+    for number in (1, 20_000):
+        arguments = {"a": [5] * number}
+        message: dict[str, Any] = {"role": "assistant"}
+        if path.startswith("/v1/messages"):
+            message["content"] = [{"type": "tool_use", "id": "b", "name": "f", "input": arguments}]
+        else:
+            message |= {"tool_calls": [{"id": "b", "function": {"name": "f", "arguments": arguments}}]}
+        names.clear()
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}, message], "max_tokens": 1}
+        assert server.post(path, body).status_code in (200, 400)
+        assert names and (names == {"rose-server"}) == (number == 1)
+        assert number == 1 or "rose-server" not in names
 
 
 def test_a_long_rendered_text_is_not_finished(tiny_model_path: Path, tmp_path: Path) -> None:

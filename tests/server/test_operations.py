@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ from tests.server.live_server import (
     LiveServer,
     check_refused,
     error_of,
+    long_stream,
     read_metric,
     running_server,
     wait_until,
 )
+from tests.support.patience import HANG_S
 
 PROMPT = "Once upon a time"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -425,6 +429,24 @@ def test_one_line_for_each_request(server: LiveServer, caplog: pytest.LogCapture
     assert re.fullmatch(start % (2, "16") + times, cached)
     assert re.fullmatch(r"id=bad route=/v1/completions status=400 latency_ms=\d+\.\d error='n: got 0.*'", bad)
     assert "route=other status=404" in unknown and "\n" not in unknown
+
+
+def test_a_request_that_ends_without_a_token_has_none_in_its_line(
+    tiny_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="rose_backend.server.requests")
+    with running_server(tiny_model_path, max_num_seqs=1) as server, ThreadPoolExecutor(1) as pool:
+        with long_stream(server):
+            before = set(server.service.engine_request_ids)
+            waiting = pool.submit(server.complete, prompt=PROMPT)
+            wait_until(lambda: server.counters().load.num_waiting == 1)
+            (last,) = server.service.engine_request_ids - before
+            assert asyncio.run_coroutine_threadsafe(server.engine.abort(last), server._loop).result(HANG_S)
+            usage = waiting.result(HANG_S).json()["usage"]
+        assert usage["completion_tokens"] == 0 < usage["prompt_tokens"]
+        wait_until(lambda: len(lines_of(caplog)) == 2)
+    without = next(line for line in lines_of(caplog) if "status=200 latency_ms=" in line)
+    assert "finish=abort" in without and "tokens=" not in without
 
 
 def test_the_log_can_be_switched_off(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

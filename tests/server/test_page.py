@@ -237,6 +237,46 @@ def test_what_a_hostile_model_says_is_text(page_tab: BrowserTab) -> None:
 
 
 @needs_browser
+def test_tokens_that_come_with_the_first_are_not_in_the_rate(page_tab: BrowserTab) -> None:
+    """The page's clock stands still but for a second before it reads each part of an answer."""
+    page_tab.run("""
+        var ask = fetch, now = 0, reader = ReadableStreamDefaultReader.prototype, read = reader.read;
+        performance.now = () => now;
+        reader.read = function () { now += 1000; return read.call(this); };
+    """)
+    for counts, rate in (
+        ([[1], [2]], 1),
+        ([[1, 2, 3], [5, 7]], 4),
+        ([[2], [3], [6]], 2),
+        ([[1, 2, 3]], None),
+    ):
+        parts = []
+        for part in counts:
+            events = [
+                {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": count}}
+                for count in part
+            ]
+            parts.append("".join(f"data: {json.dumps(event)}\n\n" for event in events))
+        # The end comes with the last tokens, in a part of its own.
+        last = {"choices": [], "usage": {"completion_tokens": counts[-1][-1]}}
+        parts.append(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")
+        page_tab.run(f"""
+            var parts = {json.dumps(parts)};
+            fetch = (url, ...rest) => url === "metrics" ? ask(url, ...rest) : Promise.resolve(new Response(
+                new ReadableStream({{pull(stream) {{
+                    if (!parts.length) return stream.close();
+                    stream.enqueue(new TextEncoder().encode(parts.shift()));
+                }}}})));
+        """)
+        ask(page_tab, "Hi")
+        talk_of(page_tab)
+        about = page_tab.run("[...document.querySelectorAll('.assistant .about')].pop().textContent")
+        shown = re.search(r"(\d+) tokens/s", about)
+        assert (shown and int(shown[1])) == rate, about
+    page_tab.run("byId('clear').click()")
+
+
+@needs_browser
 def test_errors_are_shown(page_tab: BrowserTab) -> None:
     error = json.dumps({"error": {"message": HOSTILE}})
     page_tab.run("var ask = fetch")

@@ -124,6 +124,13 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         ({"allowed_token_ids": list(range(100_000))}, "allowed_token_ids", "at most 1024 items"),
         ({"allowed_token_ids": [2560]}, "allowed_token_ids", "allowed_token_ids: got 2560, allowed is ids"),
         ({"allowed_token_ids": [10**40]}, "allowed_token_ids.0", "less than or equal to 2147483647"),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids", "leave no token to draw"),
+        ({"allowed_token_ids": [2559], "min_tokens": 1}, "allowed_token_ids", "leave no token to draw"),
+        (
+            {"allowed_token_ids": [3, 64], "bad_words": ["a"], "stop_token_ids": [3], "min_tokens": 2},
+            "allowed_token_ids",
+            "leave no token to draw",
+        ),
         ({"bad_words": [""]}, "bad_words.0", "at least 1 character"),
         ({"bad_words": ["a"] * 100_000}, "bad_words", "at most 128 items"),
         ({"bad_words": ["a" * 1025]}, "bad_words.0", "at most 1024 characters"),
@@ -300,6 +307,10 @@ def test_only_json_is_read(server: LiveServer, kind: str) -> None:
 
 def test_unknown_routes_and_methods(server: LiveServer) -> None:
     for method, path, status in (
+        # Whatever their bodies are.
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/models", 405),
         ("GET", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
@@ -428,3 +439,6 @@ def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
         answer = server.http.get(path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]
+    schema = server.http.get("/openapi.json").json()
+    names = [each["operationId"] for methods in schema["paths"].values() for each in methods.values()]
+    assert len(names) == len(set(names)) and {"get", "post"} <= schema["paths"]["/ping"].keys()

@@ -12,7 +12,7 @@ from rose_backend.engine.structured_outputs import StructuredOutputsParams
 from rose_backend.errors import RequestError
 from rose_backend.server.protocol import ChatCompletionRequest
 from rose_backend.server.routes import after_reasoning
-from tests.server.live_server import LiveServer, stream
+from tests.server.live_server import LiveServer, check_refused, stream
 
 SCHEMA = {
     "type": "object",
@@ -82,6 +82,14 @@ def test_masks_begin_behind_reasoning(server: LiveServer, monkeypatch: pytest.Mo
     assert after_reasoning(wanted, body, processor) == StructuredOutputsParams(
         json_object=True, begins_after=77
     )
+
+
+def test_allowed_tokens_of_which_none_may_be_the_first(server: LiveServer) -> None:
+    for is_streaming in (False, True):
+        answer = server.complete(
+            prompt="a", allowed_token_ids=[3], structured_outputs={"regex": "[a-c]+"}, stream=is_streaming
+        )
+        check_refused(answer, "allowed_token_ids", "got none that may begin the structured output")
 
 
 PLACE = {"$defs": {"place": {"enum": ["here", "there"]}}, "type": "object", "required": ["where"]}
