@@ -7,14 +7,14 @@ count, and later steps store over it. All of that happens on the device, which k
 learns it when it reads the tokens.
 
 A step over requests with sampling extras or a grammar has no drafts: what their draws need is known for one place only.
-Other steps have none, either, while they are faster that way (``AdaptiveDrafts``).
+Other steps have fewer, or none, while they are faster that way (``AdaptiveDrafts``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.config import SpeculativeConfig
-from rose_backend.draft_depth import DraftDepth, ShadowDrafts
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts, draft_depths
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.kernels.arguments import DraftedRows
 from rose_backend.kernels.captured_graphs import upload
@@ -58,17 +58,19 @@ class Drafts:
         is_adaptive: ``EngineConfig.adaptive_drafts``.
 
     Attributes:
-        propose: returns what may follow the tokens of rows, int64 ``[R, num_drafts]``; negative for nothing. It must
-            not wait for the device.
-        adaptive: None: all steps have drafts that can.
+        depths: numbers of drafts that a step may have, rising, without 0.
+        propose: given rows and one of ``depths``, returns what may follow their tokens, int64 ``[R, depth]``; negative
+            for nothing. It must not wait for the device.
+        adaptive: None: all steps that can have all drafts.
     """
 
     def __init__(
         self, config: SpeculativeConfig, state: SequenceState, device: torch.device, *, is_adaptive: bool
     ) -> None:
-        self.num_drafts = config.num_speculative_tokens
+        num_drafts = config.num_speculative_tokens
+        self.depths = draft_depths(num_drafts)[1:] if is_adaptive else (num_drafts,)
         self.adaptive = AdaptiveDrafts(config, state) if is_adaptive else None
-        self.propose: Callable[[DraftedRows], torch.Tensor] = self._look_up
+        self.propose: Callable[[DraftedRows, int], torch.Tensor] = self._look_up
         self._config = config
         self._state = state
         self._device = device
@@ -77,9 +79,11 @@ class Drafts:
         self._token_ids = torch.zeros((num_slots + 1, max_model_len), dtype=torch.int32, device=device)
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._known_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
-        query_len = self.num_drafts + 1
-        starts = np.arange(0, (num_slots + 1) * query_len, query_len, dtype=np.int32)
-        self._offsets, self._starts = upload(device, np.arange(query_len), starts)
+        rows = np.arange(num_slots + 1, dtype=np.int32)
+        self._offsets, *starts = upload(
+            device, np.arange(num_drafts + 1), *(rows * (depth + 1) for depth in self.depths)
+        )
+        self._starts = dict(zip(self.depths, starts, strict=True))
 
     def write_rows(self, rows: NDArray[np.int64], slots: Slots) -> None:
         """Note that ``slots`` are in ``rows``, int64 ``[N]``; rows past ``len(slots)`` become empty."""
@@ -108,13 +112,15 @@ class Drafts:
         return rows
 
     def inputs(self, rows: DraftedRows, drafts: torch.Tensor) -> DraftedInputs:
-        """Return what a step reads that verifies ``drafts``, int64 ``[R, num_drafts]``.
+        """Return what a step reads that verifies ``drafts``, int64 ``[R, depth]``.
 
         Drafts past the longest request's length have the last position, and nobody needs what is drawn after them.
         """
         ids = torch.cat([rows.input_ids[:, None], drafts], 1)
-        positions = (rows.positions[:, None] + self._offsets).clamp(max=self._token_ids.shape[1] - 1)
-        return DraftedInputs(ids.flatten(), positions.flatten(), self._starts[: len(drafts) + 1])
+        num_rows, depth = drafts.shape
+        positions = rows.positions[:, None] + self._offsets[: depth + 1]
+        positions = positions.clamp(max=self._token_ids.shape[1] - 1)
+        return DraftedInputs(ids.flatten(), positions.flatten(), self._starts[depth][: num_rows + 1])
 
     def accept(
         self,
@@ -136,19 +142,19 @@ class Drafts:
         """Return the drafts of a step that has none."""
         return rows.input_ids.new_empty((len(rows.slots), 0))
 
-    def _look_up(self, rows: DraftedRows) -> torch.Tensor:
+    def _look_up(self, rows: DraftedRows, depth: int) -> torch.Tensor:
         config = self._config
         assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
         return look_up_drafts(
             rows,
-            num_drafts=self.num_drafts,
+            num_drafts=depth,
             min_n=config.prompt_lookup_min,
             max_n=config.prompt_lookup_max,
         )
 
 
 class AdaptiveDrafts:
-    """Chooses for each step whether it has drafts, by what steps of either kind give and how long they take.
+    """Chooses for each step how many drafts it has, by what steps with more or fewer give and how long they take.
 
     Times are those between two steps that are read one after the other, so they have the host's work in them.
     """
@@ -188,9 +194,9 @@ class AdaptiveDrafts:
         """Note that any other step was read, or that there is nothing to do: the next one's time is not known."""
         self._last_read = None
 
-    def note_accepted(self, num_accepted: float) -> None:
-        """Note how many drafts of a request a step has accepted; a mean of requests."""
-        self._depth.note_accepted(num_accepted)
+    def note_accepted(self, shares: Sequence[float]) -> None:
+        """Note of each draft in what share of requests a step has accepted it."""
+        self._depth.note_accepted(shares)
 
     def look(self, slots: Slots) -> None:
         """Look after a step without drafts, over ``slots``, which of those would have been right that it could have.
@@ -201,8 +207,8 @@ class AdaptiveDrafts:
             return
         generation = self._state.generation
         requests: list[int] = (generation[slots] * len(generation) + slots).tolist()
-        if (num_right := self._shadow.look(requests)) is not None:
-            self._depth.note_accepted(num_right)
+        if (are_right := self._shadow.look(requests)) is not None:
+            self._depth.note_accepted(are_right)
 
     def _tokens_of(self, request: int) -> NDArray[np.int32] | None:
         generation, slot = divmod(request, len(self._state.generation))
