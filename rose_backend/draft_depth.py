@@ -1,12 +1,13 @@
-"""Chooses how many drafts the requests of a step have: the number that gives the most tokens per second.
+"""Adaptive drafts: chooses for each step how many drafts its requests have, by tokens per second.
 
-Both engines use it.
+Both engines use ``DraftDepth``. To change how many drafts a step has, start here; to change what is drafted, see
+``kernels/decode_step/drafts.py`` (n-grams, standalone engine) or vLLM's own drafters.
 
-A step that verifies drafts takes longer than one without, and gives more tokens where enough of them are accepted. How
-much longer depends on how many requests run, and how many are accepted on what they write. Both are measured as the
-engine runs. Without drafts, n-grams that would have been drafted are looked up for one request at a time, on the CPU,
-and compared with what the model writes. What a head would draft is known from trials alone: a few steps with drafts now
-and then.
+A step that verifies drafts takes longer than one without, and yields more tokens if enough drafts are accepted. How
+much longer depends on the number of running requests; how many are accepted depends on the text. Both are measured
+while the engine runs. In steps without drafts, ``ShadowDrafts`` looks up on the CPU which n-grams would have been
+drafted, for one request at a time, and compares them with what the model then generates. What a head would draft is
+known only from trials: a few steps with another number of drafts now and then.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from rose_backend.config import MAX_SPECULATIVE_TOKENS
 Tokens = list[int] | NDArray[np.signedinteger[Any]]
 _Request = TypeVar("_Request")
 
-_STEPS_BETWEEN_LOOKS = 8
-"""Steps between two decisions: outputs that arrive right after a change are of steps before it."""
+_STEPS_BETWEEN_DECISIONS = 8
+"""Outputs that arrive right after a change still belong to steps before it, so the next decision waits this long."""
 _MIN_TIMES, _MAX_TIMES = 4, 15
-"""Times of steps that a median is taken of."""
+"""Fewest and most step times of which a median is taken."""
 _MIN_HOPELESS = 2
-"""Times after which a trial is over whose steps take too long even if all drafts are accepted."""
+"""Step times after which a trial ends if its depth would be slower even with all drafts accepted."""
 _TRIAL_STEPS, _MAX_COST = 6, 0.01
-"""Steps of a trial, about, and the share of its tokens that an engine may lose by trials. A number of drafts that is
-not in use is timed again when one is worth it: contexts have grown, or others use the GPU no more."""
+"""Approximate length of a trial in steps, and the share of all tokens that trials may cost. Trials are repeated because
+times change: contexts grow, and other work on the GPU comes and goes."""
 _STEPS_BETWEEN_TRIALS = (100, 20_000)
-"""At least, and at most."""
+"""Fewest and most steps between two trials of a depth."""
 _MAX_TRIAL_STEPS = 50
-"""After which a trial is given up: steps with prompts are not timed."""
+"""A trial ends after this many steps. Only steps without prompts are timed, and there may be none."""
 _MIN_GAIN = 1.02
-"""By which a number of drafts that is not in use must be better, so that noise changes nothing."""
+"""Another depth is chosen only if it is better by this factor, so that noise changes nothing."""
 _MAX_TRIALS = 4
-"""Trials that what a step takes is a mean of, about; older ones fade."""
+"""Trials over which the time of a step is averaged; older ones fade."""
 _OTHER_TIMES = 1.25
-"""By which a step takes longer than it did, or less, where something else has changed than the contexts."""
+"""A trial that differs from earlier ones by this factor replaces them: something else than contexts has changed."""
 _NUM_OBSERVED = 32
 """Steps over which accepted drafts are averaged; older ones fade."""
 _MAX_TOKENS_LOOKED_AT = 8192
-"""Last tokens of a request that drafts are looked up in, which takes the CPU 0.15 to 0.4 ms."""
+"""Last tokens of a request in which ``ShadowDrafts`` looks for n-grams; this takes the CPU 0.15 to 0.4 ms."""
 
 
 def draft_depths(num_drafts: int) -> tuple[int, ...]:
-    """Return the numbers of drafts to choose from, rising: 0, 1, 3, 7 and so on, and all ``num_drafts``.
+    """Return the depths to choose from, rising: 0, 1, 3, 7 and all ``num_drafts``.
 
-    With these a request computes 1, 2, 4, 8 tokens in a step: tiles of kernels have as many rows. Of more drafts than
-    decode attention takes there are all or none, as steps with some of them would be launched kernel by kernel, too.
+    With these a request computes 1, 2, 4 or 8 tokens in a step, which fill the tiles of kernels. If all of them are
+    more than decode attention takes, there is only 0 besides: graphs of decodes have at most that many.
     """
     if num_drafts > MAX_SPECULATIVE_TOKENS:
         return 0, num_drafts
@@ -63,38 +64,38 @@ def draft_depths(num_drafts: int) -> tuple[int, ...]:
 
 
 class _Trial(NamedTuple):
-    """Another number of drafts is in use, to time it."""
+    """A trial in progress: some steps with another depth, to time them."""
 
     depth: int
-    """The number before."""
+    """The depth before the trial, to compare with."""
     seconds: float
-    """What a step took with it."""
+    """Time of a step with that depth."""
     begin: int
-    """When it began, as ``DraftDepth`` counts."""
+    """Step at which the trial began, see ``DraftDepth._num_steps``."""
 
 
 class _StepTime(NamedTuple):
-    """What a step takes with one number of drafts, in batches of one size."""
+    """The time of a step with one depth, in batches of one size, by its latest trials."""
 
     seconds: float
     timed: int
-    """When, as ``DraftDepth`` counts."""
+    """Step at which the last trial ended, see ``DraftDepth._num_steps``."""
     trial_steps: int
-    """Steps of the trial that has shown it, or about that many."""
+    """Length of that trial in steps; ``_TRIAL_STEPS`` if there was none."""
     num_trials: int
-    """It is a mean of the last ones of, at most ``_MAX_TRIALS``."""
+    """Trials that ``seconds`` is an average of, at most ``_MAX_TRIALS``."""
 
 
 class _Acceptance:
-    """How often each of a request's drafts is accepted if those before it are.
+    """How often the first draft of a request is accepted, and each later one if those before it are.
 
     Attributes:
-        num_observed: steps that the first draft's share was averaged over, at most ``_NUM_OBSERVED``.
+        num_observed: number of steps in the average of the first draft, at most ``_NUM_OBSERVED``.
     """
 
     def __init__(self, num_drafts: int) -> None:
         self._num_observed, self._observed = [0] * num_drafts, [0] * num_drafts
-        # Of requests, the share that has all drafts before this one accepted, and the one that has this one, too.
+        # By place: the share of requests with all earlier drafts accepted, and the share with this one accepted, too.
         self._before, self._with = [0.0] * num_drafts, [0.0] * num_drafts
 
     @property
@@ -102,7 +103,7 @@ class _Acceptance:
         return self._num_observed[0]
 
     def note(self, shares: Sequence[float], step: int) -> None:
-        """Note which drafts a step has accepted, see ``DraftDepth.note_accepted``."""
+        """Note the accepted drafts of a step, see ``DraftDepth.note_accepted``."""
         before = 1.0
         for place, share in enumerate(shares):
             self._observed[place] = step
@@ -112,7 +113,10 @@ class _Acceptance:
             before = share
 
     def mean(self, depth: int, since: int = -1) -> float:
-        """Return how many of ``depth`` drafts are accepted; one that was not observed after step ``since`` may be."""
+        """Return how many of ``depth`` drafts are accepted on average.
+
+        A place that was not observed after step ``since`` counts as always accepted.
+        """
         accepted, share = 0.0, 1.0
         for place in range(depth):
             if self._observed[place] > since:
@@ -122,7 +126,10 @@ class _Acceptance:
 
 
 class DraftDepth:
-    """Chooses how many drafts requests get, by the tokens per second that each number gives.
+    """Chooses the depth, the number of drafts of each request in a step: the one with the most tokens per second.
+
+    Call ``choose`` once per step, ``note_time`` and ``note_accepted`` when outputs arrive. Batches are grouped by size,
+    the bit length of the number of requests.
 
     Args:
         num_drafts: ``num_speculative_tokens``.
@@ -131,16 +138,17 @@ class DraftDepth:
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self._depth = num_drafts
         self._depths = draft_depths(num_drafts)
-        # By number of drafts and size of the batch, in powers of two.
+        # Times of the latest steps in seconds, by depth and size.
         self._times = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=_MAX_TIMES))
-        # By size and number of drafts, where at least two of these have been timed, one after the other.
+        # By size and depth. A size has at least two depths, or none.
         self._known = defaultdict[int, dict[int, _StepTime]](dict)
         self._trial: _Trial | None = None
-        # By size and number of drafts, where a trial was given up.
+        # First step of the next trial of a size and depth whose last trial was given up.
         self._next_trials: dict[tuple[int, int], int] = {}
         self._acceptance = _Acceptance(num_drafts)
-        self._num_steps = self._num_drafted = self._next_look = 0
-        # Of the batch; and the last step of each size.
+        # Steps so far; those of them with drafts; the step of the next decision.
+        self._num_steps = self._num_drafted = self._next_decision = 0
+        # Size of the batch, and the last step whose batch had exactly this size, by size.
         self._size, self._last_steps = 0, dict[int, int]()
 
     def __str__(self) -> str:
@@ -149,27 +157,26 @@ class DraftDepth:
         return f"{of_all:.0f} % of steps had drafts, {accepted:.2f} of {self.num_drafts} are accepted"
 
     def choose(self, num_requests: int) -> int:
-        """Return how many drafts are made in the step to be scheduled, after which ``num_requests`` run."""
+        """Return the depth of the step to be scheduled, after which ``num_requests`` run."""
         self._num_steps += 1
-        has_changed = self._has_another_size(num_requests.bit_length())
+        has_changed = self._note_size(num_requests.bit_length())
         # A trial is over as soon as it has shown enough.
-        if self._num_steps >= self._next_look or has_changed or self._trial is not None:
-            self._next_look = self._num_steps + _STEPS_BETWEEN_LOOKS
+        if self._num_steps >= self._next_decision or has_changed or self._trial is not None:
+            self._next_decision = self._num_steps + _STEPS_BETWEEN_DECISIONS
             self._depth = self._choose(self._size)
         self._num_drafted += self._depth > 0
         return self._depth
 
-    def _has_another_size(self, size: int) -> bool:
-        """Whether the batch has another size from now on: about twice another one, or not only for some steps.
+    def _note_size(self, size: int) -> bool:
+        """Note the size of the batch; return whether it counts as changed.
 
-        What was begun with the size before is over, and what this size took long ago is forgotten.
+        A neighboring size counts only after some steps, any other at once. A change ends the trial in progress, and
+        forgets the times of the new size if they are old.
         """
         last_step, self._last_steps[size] = self._last_steps.get(size, 0), self._num_steps
-        is_near, num_others = (
-            abs(size - self._size) < 2,
-            self._num_steps - self._last_steps.get(self._size, 0),
-        )
-        if size == self._size or (is_near and num_others < _STEPS_BETWEEN_LOOKS):
+        is_near = abs(size - self._size) < 2
+        num_steps = self._num_steps - self._last_steps.get(self._size, 0)
+        if size == self._size or (is_near and num_steps < _STEPS_BETWEEN_DECISIONS):
             return False
         if (trial := self._trial) is not None:
             if self._seconds_here(self._size) is not None:
@@ -193,26 +200,30 @@ class DraftDepth:
         return self._depth if here is None else self._begin_trial(size, here)
 
     def _seconds_here(self, size: int) -> float | None:
-        """Return what a step takes with the present number of drafts; None if that is not known."""
+        """Return the median time of a step with the current depth; None if too few have been timed."""
         times = self._times[self._depth, size]
         return median(times) if len(times) >= _MIN_TIMES else None
 
     def _goes_on(self, trial: _Trial, size: int, here: float | None) -> bool:
-        """Whether a trial has not shown enough yet: it may be better, ``here`` being what its steps take if known."""
+        """Whether a trial continues: it has too few times, and may still be better.
+
+        Args:
+            here: median time of its steps; None if too few have been timed.
+        """
         if self._num_steps - trial.begin >= _MAX_TRIAL_STEPS:
             return False
         times = self._times[self._depth, size]
         rate_before = (1.0 + self._acceptance.mean(trial.depth)) / trial.seconds
         if here is None:
             return len(times) < _MIN_HOPELESS or (1.0 + self._depth) / min(times) >= rate_before
-        # What is better costs nothing while it is made sure of.
+        # A depth that seems better costs nothing while more of its steps are timed.
         return len(times) < _MAX_TIMES and (1.0 + self._acceptance.mean(self._depth)) / here > rate_before
 
     def _end(self, trial: _Trial, size: int) -> float | None:
-        """End a trial and note what it has shown; return what its steps took, None if too few were timed.
+        """End a trial; return the median time of its steps, None if too few have been timed.
 
-        Other numbers take longer, or less, as the one before the trial does now. If a trial has made sure of something
-        else, what is known is of other times, and all numbers are tried again.
+        The times of all depths change by the factor by which the one before the trial has changed. If the trial has
+        made sure that the tried depth has changed by another factor, all depths are due for a trial.
         """
         self._trial, times = None, self._times[self._depth, size]
         if len(times) < _MIN_HOPELESS:
@@ -235,17 +246,21 @@ class DraftDepth:
         return here
 
     def _best(self, size: int) -> int:
-        """Return the number of drafts with the most tokens per second; in doubt the present one."""
+        """Return the depth with the most tokens per second; the current one if in doubt."""
         if not self._known:
             return self._depth
-        # Batches of a size that has not been seen take what the most similar one takes.
+        # A size without times of its own takes the most similar size's.
         rates = self._rates(self._known[min(self._known, key=lambda other: abs(other - size))])
         best = max(rates, key=lambda depth: rates[depth])
         is_better = self._depth in rates and rates[best] > _MIN_GAIN * rates[self._depth]
         return best if is_better else self._depth
 
     def _begin_trial(self, size: int, here: float) -> int:
-        """Return the number of drafts to try now, having noted what a step takes without; or the present one."""
+        """Return the depth to try now, and begin its trial; the current depth if none is due.
+
+        Args:
+            here: median time of a step with the current depth.
+        """
         known = self._known.get(size, {})
         others = [
             depth
@@ -257,22 +272,22 @@ class DraftDepth:
         due = [depth for depth in others if self._is_trial_due(known, depth, len(others))]
         if not self._acceptance.num_observed or not due:
             return self._depth
-        # Those first that have never been timed, the smallest of them before others: their trials cost the least.
+        # First depths that have never been timed, small ones before large ones, as their trials cost less.
         tried = min(due, key=lambda depth: (known[depth].timed if depth in known else -1, depth))
         self._trial = _Trial(self._depth, here, self._num_steps)
         self._times[tried, size].clear()
         return tried
 
     def _may_be_best(self, known: dict[int, _StepTime], depth: int) -> bool:
-        """Whether ``depth`` drafts may give the most tokens, whatever they take now: no less than fewer drafts do."""
+        """Whether ``depth`` could be the best if a step with it took no longer than one with fewer drafts."""
         if depth not in known or self._depth not in known:
             return True
         least_s = max((step.seconds for fewer, step in known.items() if fewer < depth), default=0.0)
-        most_tokens = 1.0 + self._acceptance.mean(depth, since=known[depth].timed + _STEPS_BETWEEN_LOOKS)
+        most_tokens = 1.0 + self._acceptance.mean(depth, since=known[depth].timed + _STEPS_BETWEEN_DECISIONS)
         return most_tokens > _MIN_GAIN * self._rates(known)[self._depth] * least_s
 
     def _is_trial_due(self, known: dict[int, _StepTime], depth: int, num_others: int) -> bool:
-        """Whether a trial of ``depth`` drafts, one of ``num_others`` to try, is worth what the last one cost."""
+        """Whether the last trial of ``depth``, one of ``num_others`` to try, is long enough ago for what it cost."""
         if depth not in known or self._depth not in known:
             return True
         rates = self._rates(known)
@@ -285,33 +300,33 @@ class DraftDepth:
         return self._num_steps - known[depth].timed >= min(max(num_steps, least * num_others), most)
 
     def _rates(self, known: dict[int, _StepTime]) -> dict[int, float]:
-        """Return the tokens per second of each request, by number of drafts."""
+        """Return the tokens per second of each request, by depth."""
         return {depth: (1.0 + self._acceptance.mean(depth)) / step.seconds for depth, step in known.items()}
 
     def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
-        """Note how long a step took in which ``num_requests`` decoded, with ``depth`` drafts each, and nothing else."""
+        """Note the time of a step that only decoded: ``num_requests`` requests with ``depth`` drafts each."""
         size = num_requests.bit_length()
-        # Of batches that alternate between two sizes, all steps count for one.
+        # All steps of a batch that alternates between two neighboring sizes count for one of them.
         size = self._size if abs(size - self._size) < 2 else size
         if seconds > 0.0:
             self._times[depth, size].append(seconds)
 
     def note_accepted(self, shares: Sequence[float]) -> None:
-        """Note which drafts were accepted in a step, or would have been.
+        """Note which drafts a step accepted, or would have accepted.
 
         Args:
-            shares: of each draft that a request had: the share of requests in which it was accepted.
+            shares: by place of the draft, the share of requests in which it was accepted.
         """
         self._acceptance.note(shares, self._num_steps)
 
 
 class ShadowDrafts(Generic[_Request]):
-    """Looks up what would have been drafted for a request, and counts how much of it the model then writes.
+    """Looks up which drafts an n-gram lookup would have made for a request, and checks which of them were right.
 
     Args:
         num_drafts: ``num_speculative_tokens``.
         min_n, max_n: ``prompt_lookup_min`` and ``prompt_lookup_max``.
-        tokens_of: returns all known tokens of a request, prompt and output; None if it runs no more.
+        tokens_of: returns all known tokens of a request, prompt and output; None if it is no longer running.
     """
 
     def __init__(
@@ -325,11 +340,10 @@ class ShadowDrafts(Generic[_Request]):
         self._start = 0
 
     def look(self, requests: Sequence[_Request]) -> list[bool] | None:
-        """Return which drafts were right of the request looked at, once it has as many more tokens; else None.
+        """Return for each draft of the current request whether it was right, once enough tokens are generated.
 
-        A draft after a wrong one is wrong.
-
-        Then, or if it runs no more, the next one of these ``requests`` has its turn.
+        A draft after a wrong one counts as wrong. None before that. Afterwards, or if it no longer runs, the next of
+        these ``requests`` becomes the current one.
         """
         are_right: list[bool] | None = None
         if self._request is not None and (known := self._tokens_of(self._request)) is not None:
@@ -350,13 +364,13 @@ class ShadowDrafts(Generic[_Request]):
 
 
 def look_up(tokens: NDArray[np.signedinteger[Any]], num_drafts: int, min_n: int, max_n: int) -> list[int]:
-    """Return the drafts that vLLM's lookup by n-grams makes after ``tokens``, [T].
+    """Return the drafts, ``num_drafts`` of them, that vLLM's n-gram lookup makes after ``tokens``, [T].
 
-    They are what has followed the last occurrence of the longest n-gram, of ``min_n`` to ``max_n`` tokens, that
-    ``tokens`` end with. What is missing is the last token again.
+    They are the tokens after the last earlier occurrence of the longest suffix of ``tokens``, of ``min_n`` to ``max_n``
+    tokens, that occurs earlier at all. Drafts that are missing repeat the last token.
     """
     num_tokens = start = len(tokens)
-    # Where n-grams end that equal the last one. Those of n tokens are among those of n - 1.
+    # Ends of earlier occurrences of the suffix of n tokens; each is also one of the suffix of n - 1.
     ends = 1 + np.flatnonzero(tokens[:-1] == tokens[-1])
     for n in range(1, max_n + 1):
         if n > 1:

@@ -1,13 +1,13 @@
-"""Drafts of decode steps: tokens that may come next, which a step verifies beside the newest one.
+"""Drafts of decode steps: likely next tokens, which a step verifies together with the newest token.
 
-A request with ``N`` drafts computes ``N + 1`` tokens in a step, and each of them draws what follows it, with the noise
-that this place in its text has in any step. Drafts that equal what was drawn in their place are accepted, and the token
-drawn after them is its newest one: so a text does not depend on drafts. What was computed of other drafts does not
-count, and later steps store over it. All of that happens on the device, which knows how far each request is; the host
-learns it when it reads the tokens.
+A request with ``N`` drafts computes ``N + 1`` tokens in a step. For each of them the next token is drawn, with the
+random bits of its position, which do not depend on the step. Drafts that equal the drawn tokens are accepted, and the
+token drawn after the last accepted one becomes the newest, so drafts do not change a text. The K/V of rejected drafts
+is overwritten by later steps. All of this happens on the device, which knows how far each request is; the CPU learns it
+when it reads the tokens.
 
-A step over requests with sampling extras or a grammar has no drafts: what their draws need is known for one place only.
-Other steps have fewer, or none, while they are faster that way (``AdaptiveDrafts``).
+Steps over requests with sampling extras or a grammar have no drafts, because what their draws need is known for one
+position only. Other steps have as many as are fastest (``AdaptiveDrafts``).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Drafts:
 
     Attributes:
         depths: numbers of drafts that a step may have, rising, without 0.
-        propose: given rows and one of ``depths``, returns what may follow their tokens, int64 ``[R, depth]``; negative
-            for nothing. It must not wait for the device.
-        adaptive: None: all steps that can have all drafts.
+        propose: given rows and one of ``depths``, returns the rows' drafts, int64 ``[R, depth]``, negative where there
+            is none. It must not wait for the device.
+        adaptive: chooses how many drafts steps have; None: all in every step that can have them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Drafts:
         self._state = state
         self._device = device
         num_slots, max_model_len = state.token_ids.shape
-        # The last one is that of rows without a request.
+        # The last row is for rows of the batch without a request.
         self._token_ids = torch.zeros((num_slots + 1, max_model_len), dtype=torch.int32, device=device)
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._known_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
@@ -91,14 +91,14 @@ class Drafts:
         of_rows[: len(slots)] = slots
         to, new_slots = upload(self._device, rows, of_rows)
         self._slots.index_copy_(0, to, new_slots)
-        # What the host does not know yet is in the rows, or gets there.
+        # Upload the known tokens of new requests. Tokens that the CPU has not read yet are appended on the device.
         for slot in slots[self._known_generation[slots] != state.generation[slots]].tolist():
             (known,) = upload(self._device, state.token_ids[slot, : state.num_tokens[slot]].copy())
             self._token_ids[slot, : len(known)].copy_(known)
         self._known_generation[slots] = state.generation[slots]
 
     def rows_of(self, buffers: Any, width: int) -> DraftedRows:
-        """Return the first ``width`` rows of ``DecodeBuffers``, whose newest tokens may be anywhere but there."""
+        """Return the first ``width`` rows of ``DecodeBuffers``, and append each row's newest token to its request's."""
         rows = DraftedRows(
             self._slots,
             self._token_ids,
@@ -107,14 +107,14 @@ class Drafts:
             buffers.positions,
             buffers.draw_positions,
         ).first(width)
-        # It may have been drawn after a prompt, or again.
+        # A prompt's pass, or sampling extras that draw again, write the newest token to ``buffers`` only.
         self._token_ids.index_put_((rows.slots, rows.positions), rows.input_ids.int())
         return rows
 
     def inputs(self, rows: DraftedRows, drafts: torch.Tensor) -> DraftedInputs:
-        """Return what a step reads that verifies ``drafts``, int64 ``[R, depth]``.
+        """Return the inputs of a step that verifies ``drafts``, int64 ``[R, depth]``.
 
-        Drafts past the longest request's length have the last position, and nobody needs what is drawn after them.
+        Drafts past ``max_model_len`` get the last position; the tokens drawn after them are dropped.
         """
         ids = torch.cat([rows.input_ids[:, None], drafts], 1)
         num_rows, depth = drafts.shape
@@ -199,9 +199,9 @@ class AdaptiveDrafts:
         self._depth.note_accepted(shares)
 
     def look(self, slots: Slots) -> None:
-        """Look after a step without drafts, over ``slots``, which of those would have been right that it could have.
+        """After a step without drafts over ``slots``, note which n-gram drafts would have been accepted.
 
-        Of a head's nothing is known then: what was accepted before counts until drafts are tried again.
+        Does nothing with a head: its earlier acceptance counts until the next trial.
         """
         if self._shadow is None:
             return
