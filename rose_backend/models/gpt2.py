@@ -62,4 +62,5 @@ class GPT2(CausalLM):
                 padded_lm_head=head,
             )
 
-        return cls(config, load_weights(checkpoint, config, prefix, build), options.switches)
+        weights = load_weights(checkpoint, config, prefix, build)
+        return cls(config, weights, options.switches, batch_invariant=options.batch_invariant)
