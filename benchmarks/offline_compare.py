@@ -29,16 +29,11 @@ found:
     --scenes decode --batches 1 32 256 --cases greedy --compare-drafts --engine-options "rose-in-vllm=$D"
     --engine-options "vllm=$D"
 
-A step of the scene decode is what one more token of each request takes. With --shape llama-8b, and so many tokens
+A step of the scene decode is then what one more token of each request takes. With --shape llama-8b, and so many tokens
 a step as are published for chat, a random EAGLE-3 head is written beside the random weights for
 
     D='{"speculative_config": {"method": "eagle3", "model": "eagle3-head", "num_speculative_tokens": 3,
     "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.7}}'
-
-What batch invariance costs is told by a side with it, and one where that is off:
-
-    python -m benchmarks.offline_compare --shape qwen3-0.6b --dtype bfloat16 --backends rose --scenes decode
-    --batches 1 32 256 --cases greedy --engine-options 'rose={"batch_invariant": true}' --compare-batch-invariant
 """
 
 from __future__ import annotations
@@ -82,7 +77,6 @@ SWITCHES = (
     "prefix_cache",
     "token_granular_hits",
     "run_ahead",
-    "batch_invariant",
     *SWITCHES_INSIDE_VLLM,
 )
 NANO_VLLM = "nano-vllm"

@@ -330,16 +330,9 @@ class EngineConfig(Switches):
     kv_canary: str = "off"
     """Check K/V every 16 steps for writes that nobody may make and for values computed from free blocks. ``log``: a
     line for each check that finds some; ``raise``: the engine ends. Each check reads the whole KV pool."""
-    batch_invariant: bool = False
-    """Compute each token in one order of operations, whatever else is in the step and whatever was cached: its
-    log-probabilities are the same bit for bit. For dense models without quantized weights; slower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_invariant and self.speculative_config is not None:
-            raise ConfigError("speculative_config: got drafts, allowed are none with batch_invariant")
-        if self.batch_invariant and self.enable_lora:
-            raise ConfigError("enable_lora: got True, allowed is False with batch_invariant")
         if self.speculative_config is not None:
             drafts = SpeculativeConfig.read(self.speculative_config)
             object.__setattr__(self, "speculative_config", drafts)

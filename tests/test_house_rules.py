@@ -23,7 +23,6 @@ MAX_PARAMETERS = 8
 
 # File and function -> its lines at most. Kernels are among them.
 LONG_FUNCTIONS = {
-    "kernels/attention/batch_invariant.py _batch_invariant_attention_kernel": 118,
     "kernels/attention/paged_decode.py _paged_decode_kernel": 171,
     "kernels/attention/paged_prefill.py _paged_prefill_kernel": 104,
     "kernels/linear/small_batch_linear.py small_batch_linear_kernel": 109,
@@ -61,7 +60,6 @@ CALLED_FROM_OUTSIDE = {
     "vLLM's choice of an attention backend": {
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "get_cudagraph_support"),
         *("supports_head_size", "supports_sliding_window", "supports_sink", "supports_attn_type"),
-        "supports_batch_invariance",
         *("supports_combination", "customize_spec"),
     },
     "vLLM's scheduler, of its KV cache manager": {

@@ -80,7 +80,7 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
     if options.kv_cache_tokens:
         chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
     chosen.pop(DRAFTS, None)
-    extra = {name: value for name, value in options.extra.items() if name not in options.switches_off}
+    extra = dict(options.extra)
     if drafter := _drafter(options, extra):
         extra["speculative_config"] = {
             name: value for name, value in drafter.items() if name not in ACCEPTANCE_FIELDS

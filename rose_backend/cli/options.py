@@ -55,8 +55,6 @@ _ENGINE_HELP = {
     "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",
     "kv_canary": "check K/V every 16 steps for writes that nobody may make and for values computed from free "
     "blocks; log: a line for each check that finds some, raise: the engine ends; reads the whole KV pool",
-    "batch_invariant": "log-probabilities of a request are bit-equal in any batch, however its prompt is cut and "
-    "whatever of it is cached; dense models without quantized weights, slower",
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",

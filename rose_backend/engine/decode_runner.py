@@ -297,24 +297,13 @@ class SamplingExtras:
     Args:
         sample: chooses tokens, as ``rose_backend.kernels.sample``.
         vocab_size: V.
-        draws_alike: rows without extras are drawn by the same kernels as those with any, whatever is beside them.
     """
 
-    def __init__(
-        self,
-        state: SequenceState,
-        sample: Sample,
-        vocab_size: int,
-        device: torch.device,
-        *,
-        draws_alike: bool = False,
-    ) -> None:
+    def __init__(self, state: SequenceState, sample: Sample, vocab_size: int, device: torch.device) -> None:
         num_slots = len(state.num_tokens)
         self._state = state
         self._processors = ProcessorTables(state, vocab_size, device)
         self._sample = sample
-        self.sample_plain: Sample = self._sample_alike if draws_alike else sample
-        """Draws where no row needs extras."""
         self._device = device
         # With penalties: 5 bytes per request slot and token of the vocabulary. The host writes a slot's entry before
         # its first draw; then the device counts what it draws, without the host.
@@ -325,7 +314,6 @@ class SamplingExtras:
         self._words = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
         self._slots, self._entries, self._needs_extras, self._uses_penalties = self._words.unbind(0)
         self._entries.fill_(-1)
-        self._no_entries = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         width = 2 + 2 * self._num_logprobs  # see LogprobWords
         self._report = torch.zeros((num_slots, width), device=device)
         self._reports = torch.zeros((HISTORY_STEPS, num_slots, width), pin_memory=device.type != "cpu")
@@ -372,7 +360,7 @@ class SamplingExtras:
         width = len(logits)
         mask_logits(logits, self._bitmask, self._mask_rows[:width])
         params = buffers.sampling(width)
-        drawn = self.sample_plain(logits, replace(params, position=params.position - 1))
+        drawn = self._sample(logits, replace(params, position=params.position - 1))
         buffers.input_ids[:width].copy_(drawn.token_ids)
         return logits
 
@@ -440,21 +428,6 @@ class SamplingExtras:
             "output_counts": self._output_counts.index_select(0, slots),  # [S, V]
         }
         return self._sample(logits, replace(params, num_logprobs=self._num_logprobs, **extras))
-
-    def _sample_alike(self, logits: torch.Tensor, params: SamplingTensors) -> SampleOutput:
-        """Draw with everything that ``_draw`` has, where no row uses any: for one set of kernels.
-
-        Rows with penalties, which read another slot's counts here, are drawn again.
-        """
-        num_rows = len(logits)
-        alike = replace(
-            params,
-            num_logprobs=0,
-            processors=self._processors.tables(self._no_entries[:num_rows]),
-            prompt_mask=self._prompt_mask[:num_rows],
-            output_counts=self._output_counts[:num_rows],
-        )
-        return self._sample(logits, alike)
 
     def _entries_of(self, slots: Slots) -> Int32Array:
         """Return the processors' entry of each of ``slots``; -1 for none."""

@@ -120,10 +120,7 @@ def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) 
     """
     device = kv_cache.device
     sizes = model.config, num_processors(device)
-    counts = token_counts(*sizes)
-    if config.batch_invariant:
-        counts += batch_invariant_counts(*sizes, config.token_budget)
-    passes = padding_passes(config, decode_kinds(*sizes), counts)
+    passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
     for has_adapters in (False, True) if config.enable_lora else (False,):
         for each in show_progress("preparing kernels", passes):
             _run_padding(model, kv_cache, each, has_adapters=has_adapters)
@@ -156,25 +153,6 @@ def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
     if (experts := model.experts) is not None:
         counts += [int(pairs * experts.num_experts) // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]
     return counts
-
-
-def batch_invariant_counts(model: ModelConfig, num_processors: int, most: int) -> list[int]:
-    """Return what ``token_counts`` does of products with ``batch_invariant``, up to ``most`` tokens."""
-    from rose_backend.kernels.linear.batch_invariant import differing_row_counts
-
-    width, inner, queries = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_attention_heads * model.head_size,
-    )
-    heads = queries + 2 * model.num_kv_heads * model.head_size
-    shapes = [
-        (width, heads),
-        (queries, width),
-        (width, inner * (2 if model.gated_mlp else 1)),
-        (inner, width),
-    ]
-    return differing_row_counts(shapes, most, num_processors)
 
 
 def padding_passes(
@@ -255,7 +233,6 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             device=meta.type,
             switches=config,
             max_model_len=config.max_model_len,
-            batch_invariant=config.batch_invariant,
         )
         head = load_draft_head(config, model)
         if config.enable_lora:

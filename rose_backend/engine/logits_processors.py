@@ -72,10 +72,6 @@ class ProcessorTables:
             position: int64 ``[R]``, of the token to draw.
         """
         write_bitmask(self._bitmask, entries, position, self._limits)
-        return self.tables(entries)
-
-    def tables(self, entries: torch.Tensor) -> LogitsProcessors:
-        """Return the same as it is on the device now."""
         return LogitsProcessors(entries, self._bitmask, self._bias_token_ids, self._bias)
 
     def note(self, entries: torch.Tensor, position: torch.Tensor, token_ids: torch.Tensor) -> None:

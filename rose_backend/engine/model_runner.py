@@ -38,7 +38,7 @@ from rose_backend.engine.progress import show_progress
 from rose_backend.engine.prompt_logprobs import PendingReport, ReportedRows, report_prompts, take_rows
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
-from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_each, sample_unfused
+from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_unfused
 from rose_backend.kernels.captured_graphs import (
     CapturedGraphs,
     Fields,
@@ -355,19 +355,10 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.device
         self._block_size = config.block_size
-        choose = sample if config.fused_sampler else sample_unfused
-        # Sums of plain torch over a vocabulary depend on the rows beside one.
-        by_row = config.batch_invariant and (self._device.type == "cpu" or not config.fused_sampler)
+        self._sample_tokens = sample if config.fused_sampler else sample_unfused
         self._writes_apart = not config.fused_kv_append
         vocab_size = int(model.config.vocab_size)
-        self._extras = SamplingExtras(
-            state,
-            functools.partial(sample_each, choose) if by_row else choose,
-            vocab_size,
-            self._device,
-            draws_alike=config.batch_invariant and not by_row,
-        )
-        self._sample_tokens = self._extras.sample_plain
+        self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
         drafts: Drafts | None = None
         self.head_drafts: HeadDrafts | None = None

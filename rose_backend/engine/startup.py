@@ -136,7 +136,6 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             device=device.type,
             switches=config,
             max_model_len=config.max_model_len,
-            batch_invariant=config.batch_invariant,
             on_progress=progress.update,
             check_sizes=check_sizes,
         )

@@ -72,7 +72,6 @@ from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
     adapter_rows,
     add_adapters,
-    batch_invariant_linear,
     library_quantization,
     pack_linear,
     pack_norm,
@@ -94,4 +93,4 @@ from rose_backend.kernels.pointwise.ops import (
     silu_mul,
     silu_mul_quantized,
 )
-from rose_backend.kernels.sampling.ops import sample, sample_each, sample_unfused
+from rose_backend.kernels.sampling.ops import sample, sample_unfused

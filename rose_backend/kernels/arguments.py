@@ -8,7 +8,7 @@ takes the size of the first tensor that has it; every later tensor must agree. T
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -279,16 +279,6 @@ class SamplingTensors:
     """Returned for a row with nothing to choose: after all but temperature and filters, its logits are NaN or minus
     infinity."""
 
-    def keep(self, rows: slice) -> SamplingTensors:
-        """Return all that belongs to ``rows``."""
-        mask, counts, processors = self.prompt_mask, self.output_counts, self.processors
-        return replace(
-            self.select(rows),
-            prompt_mask=None if mask is None else mask[rows],
-            output_counts=None if counts is None else counts[rows],
-            processors=None if processors is None else processors._replace(entries=processors.entries[rows]),
-        )
-
     def select(self, rows: torch.Tensor | slice) -> SamplingTensors:
         """Return the entries of ``rows``, indices or a slice, without processors and the penalties' [R, V] tensors."""
         return SamplingTensors(
@@ -459,8 +449,6 @@ class AttentionOptions:
     by it, limited to +-448 and rounded to the nearest, ties to even; new tokens are attended as they are stored."""
     value_scale: torch.Tensor | None = None
     """As ``key_scale``, of the values."""
-    batch_invariant: bool = False
-    """A token is attended in one order of operations, whichever tokens are computed with it, by either function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -747,8 +735,6 @@ class PackedLinear:
     column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     is_gated: bool = False
     """The result is ``silu(gate) * up``, half as wide as the product."""
-    batch_invariant: bool = False
-    """On a GPU each row of the result is bit for bit what it is alone, and there may be any number of them."""
 
     @property
     def alternates(self) -> bool:

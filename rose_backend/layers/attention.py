@@ -169,8 +169,7 @@ class PagedAttention:
         self.appends = fused_kv_append
         query_len = metadata.decode_query_len
         self.decodes_only = num_tokens == split * query_len
-        # A prompt's keys are rotated before attention: the same has to round those of decodes.
-        self.rotates = self.appends and self.decodes_only and query_len == 1 and not options.batch_invariant
+        self.rotates = self.appends and self.decodes_only and query_len == 1
         self.last_tokens: torch.Tensor | None = None
         if split:
             step.decode = AttentionRows(

@@ -85,16 +85,10 @@ class Decoder:
     held_layers: Collection[int] = ()
     """Layers whose input ``run_layers`` hands out, with all residual adds; the number of layers: the last one's output.
     Not where ``attention`` wants last tokens only."""
-    batch_invariant: bool = False
-    """The layers are of ``batch_invariant_layer``, and attention is likewise. Every batch is a small one for packed
-    layers then. On a CPU each token has a residual stream of its own: what torch's operations round depends on how many
-    numbers they are given."""
 
     def first_norm(self, num_tokens: int, attention: StepAttention) -> PackedNorm | None:
         """Return the norm that ``embed_tokens`` leaves a step's hidden states to; None unless the batch is small."""
         norm = self.layers[0].attn_norm
-        if self.batch_invariant:
-            return norm.packed
         most = self.max_packed_rows
         if most is None:
             most = max_packed_rows(norm.weight.shape[0])
@@ -124,68 +118,41 @@ def run_layers(
     is_small_batch = first_norm is not None
     if first_norm is not None and norm_input is None:
         norm_input = norm_input_of(hidden, first_norm)
-    by_token = decoder.batch_invariant and hidden.device.type == "cpu"
-    parts = [slice(token, token + 1) for token in range(num_tokens)] if by_token else [slice(None)]
-    streams = _streams(decoder, hidden, parts, norm_input, is_small_batch=is_small_batch)
+    stream = ResidualStream(
+        hidden,
+        decoder.switches,
+        norm_input,
+        is_small_batch=is_small_batch,
+        all_reduce=decoder.all_reduce,
+        adapter_rows=decoder.adapter_rows,
+    )
     fuses_rotation = attention.rotates and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):
-        qkv = _join([each.project(layer.attn_norm, layer.qkv) for each in streams])
+        qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
         if held is not None and index in decoder.held_layers:
-            held.append(_join([each.hold() for each in streams]))
-        query, key, value = qkv.view(num_tokens, -1, head_size).split(heads, dim=1)
+            held.append(stream.hold())
+        query, key, value = qkv.split(heads, dim=1)
         rotation = None if rotations is None else rotations[index]
         if rotation is not None and not fuses_rotation:
-            for part in parts:
-                rotate_query_key(query[part], key[part], positions[part], rotation)
+            rotate_query_key(query, key, positions, rotation)
             rotation = None
         # The embedding was launched in the ordinary way: all but the projection and its rotation is complete.
-        overlap = is_small_batch and attention.appends and not decoder.batch_invariant
+        overlap = is_small_batch and attention.appends
         attended = attention(index, query, key, value, overlap=overlap, rotation=rotation)
         if attention.last_tokens is not None and index + 1 == len(layers):
             attended = attended[attention.last_tokens]
-            if by_token:
-                streams = [streams[token] for token in attention.last_tokens.tolist()]
-            else:
-                streams[0].keep(attention.last_tokens)
+            stream.keep(attention.last_tokens)
+        stream.add(attended, layer.attn_out, layer.mlp_norm)
         # The final norm is launched separately and reads the hidden states themselves. The last product still writes
         # for a norm, as a variant that does not would be one more kernel to compile.
         next_norm = layers[min(index + 1, len(layers) - 1)].attn_norm
-        for stream, added in zip(streams, attended.split(1) if by_token else [attended], strict=True):
-            stream.add(added, layer.attn_out, layer.mlp_norm)
-            if isinstance(layer.mlp, SparseMlp):
-                stream.sparse_mlp(layer.mlp_norm, layer.mlp, next_norm)
-            else:
-                decoder.mlp(stream, layer.mlp_norm, layer.mlp, next_norm)
+        if isinstance(layer.mlp, SparseMlp):
+            stream.sparse_mlp(layer.mlp_norm, layer.mlp, next_norm)
+        else:
+            decoder.mlp(stream, layer.mlp_norm, layer.mlp, next_norm)
         if index < len(decoder.deepstack):
-            for stream, part in zip(streams, parts, strict=True):
-                stream.add_given(decoder.deepstack[index][part])
-    normed = _join([each.normed(decoder.final_norm) for each in streams])
+            stream.add_given(decoder.deepstack[index])
+    normed = stream.normed(decoder.final_norm)
     if held is not None and len(layers) in decoder.held_layers:
-        held.append(_join([each.hold() for each in streams]))
+        held.append(stream.hold())
     return normed
-
-
-def _streams(
-    decoder: Decoder,
-    hidden: torch.Tensor,  # [T, E]
-    parts: list[slice],
-    norm_input: NormInput | None,
-    *,
-    is_small_batch: bool,
-) -> list[ResidualStream]:
-    """Return the residual stream of each part of the tokens."""
-    return [
-        ResidualStream(
-            hidden[part],
-            decoder.switches,
-            norm_input,
-            is_small_batch=is_small_batch,
-            all_reduce=decoder.all_reduce,
-            adapter_rows=decoder.adapter_rows,
-        )
-        for part in parts
-    ]
-
-
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -27,7 +27,6 @@ from rose_backend.kernels import (
     add_adapters,
     add_layer_norm,
     add_rms_norm,
-    batch_invariant_linear,
     bias_gelu,
     bias_residual,
     empty_rows,
@@ -76,9 +75,9 @@ class Linear:
     ``PackedLinear.alternates``)."""
     adapters: Adapters | None = None
     many_rows: Callable[[torch.Tensor | QuantizedActivations], torch.Tensor] | None = None
-    """Returns the product of a batch that is not small, bias included, [T, O]: vLLM's own quantized product,
-    ``int4_product`` or that of ``batch_invariant``. None: a library multiplies by ``weight``. vLLM may keep ``weight``
-    in a layout that only its own product can read; then there is no ``packed``."""
+    """Returns the product of a batch that is not small, bias included, [T, O]: vLLM's own quantized product, or
+    ``int4_product``. None: a library multiplies by ``weight``. vLLM may keep ``weight`` in a layout that only its own
+    product can read; then there is no ``packed``."""
     quantization: InputQuantization | None = None
     """How to quantize the input of ``many_rows``, or of a library's product by a ``Float8Weight``. None: the product
     takes the input as it is."""
@@ -169,31 +168,6 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False) -> Li
     return Linear(packed.weight.t(), bias, packed, linear.adapters)
 
 
-def batch_invariant_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Return a layer with products of one order for any number of rows."""
-    assert isinstance(layer.mlp, Mlp), "experts have no such product"
-    return replace(
-        layer,
-        qkv=batch_invariant(layer.qkv),
-        attn_out=batch_invariant(layer.attn_out),
-        mlp=Mlp(batch_invariant(layer.mlp.gate_up), batch_invariant(layer.mlp.down)),
-    )
-
-
-def batch_invariant(linear: Linear) -> Linear:
-    """Return a linear layer whose product has one order for any number of rows."""
-    assert isinstance(linear.weight, torch.Tensor), "quantized weights have no such product"
-    if linear.packed is not None:
-        return replace(linear, packed=replace(linear.packed, batch_invariant=True))
-    weight, bias = linear.weight, linear.bias
-
-    def multiply(x: torch.Tensor | QuantizedActivations) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "nothing quantizes its input"
-        return batch_invariant_linear(x, weight, bias)
-
-    return replace(linear, many_rows=multiply)
-
-
 def int4_product(
     weight: Int4Weight,  # [O, E]
     bias: torch.Tensor | None,  # [O]
@@ -224,9 +198,8 @@ class ResidualStream:
         hidden: ``[T, E]``; written if the batch is small.
         switches: which operations are fused; results agree within rounding.
         norm_input: the sums that the first packed norm needs of ``hidden``; required for a small batch.
-        is_small_batch: every layer is packed and there are no more tokens than its products take (see
-            ``small_batch_linear``; batch-invariant ones take any number). A layer's norm and residual add are then
-            parts of its products.
+        is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
+            A layer's norm and residual add are then parts of its products.
         all_reduce: sums over ranks what a layer adds; None: there is one rank. Excludes small batches, in which the
             product itself adds to ``hidden``.
         adapter_rows: LoRA slots of the step's tokens; None: no token has an adapter.
@@ -311,10 +284,9 @@ class ResidualStream:
         if quantization is not None and norm.bias is None:
             return self._product(self._normed_quantized(norm, quantization), linear)
         normed = self.normed(norm)
-        is_library = linear.many_rows is None and linear.bias is not None
-        if gelu and self.switches.fused_mlp and normed.is_cuda and is_library:
+        if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
             # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
-            assert isinstance(linear.weight, torch.Tensor) and linear.bias is not None, "GPT-2's alone"
+            assert isinstance(linear.weight, torch.Tensor), "GPT-2's alone"
             return torch._addmm_activation(linear.bias, normed, linear.weight, use_gelu=True)
         projected = self._product(normed, linear)
         return F.gelu(projected, approximate="tanh") if gelu else projected
@@ -393,8 +365,7 @@ class ResidualStream:
     def gelu_mlp(self, norm: Norm, mlp: Mlp, next_norm: Norm) -> None:
         """Add ``down(gelu(up(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
         up, down = mlp.gate_up, mlp.down
-        is_fused = self.switches.fused_mlp and up.many_rows is None
-        if self.is_small_batch or self.hidden.is_cuda or not is_fused:
+        if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
             return self.add(self.project(norm, up, gelu=True), down, next_norm)
         assert up.bias is not None and down.bias is not None, "a GELU MLP has biases"
         assert isinstance(up.weight, torch.Tensor) and isinstance(down.weight, torch.Tensor), "GPT-2's alone"
@@ -440,13 +411,9 @@ def compute_logits(
     hidden: torch.Tensor,  # [R, E]; rows may be further apart
     padded_head: torch.Tensor,  # [V', E]
     vocab_size: int,
-    *,
-    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Return float32 logits [R, V]. The head has rows of padding after the vocabulary's, see ``HEAD_ALIGNMENT``."""
-    if batch_invariant:
-        logits = batch_invariant_linear(hidden, padded_head.t(), dtype=torch.float32)
-    elif hidden.is_cuda and hidden.dtype is not torch.float32:
+    if hidden.is_cuda and hidden.dtype is not torch.float32:
         logits = torch.mm(hidden, padded_head.t(), out_dtype=torch.float32)
     else:
         logits = F.linear(hidden, padded_head).float()

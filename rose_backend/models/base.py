@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.errors import ConfigError, ModelError
+from rose_backend.errors import ModelError
 from rose_backend.kernels import (
     AttentionOptions,
     Float8Weight,
@@ -21,7 +21,6 @@ from rose_backend.kernels import (
     adapter_rows,
     embed_tokens,
 )
-from rose_backend.kernels.attention.ops import MAX_INVARIANT_HEAD_SIZE
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import Decoder, max_packed_float8_rows, max_packed_int4_rows, run_layers
@@ -29,7 +28,6 @@ from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
     ResidualStream,
-    batch_invariant_layer,
     compute_logits,
     pack_layer,
     packs_layers,
@@ -48,7 +46,6 @@ class LoadOptions:
     switches: Switches
     max_model_len: int | None
     check_sizes: Callable[[ModelConfig], None]
-    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,6 @@ class CausalLM(ABC):
 
     Args:
         rotations: of each layer's queries and keys; None: none.
-        batch_invariant: what a token becomes does not depend on which others are computed with it, see ``load_model``.
     """
 
     def __init__(
@@ -77,16 +73,11 @@ class CausalLM(ABC):
         weights: DecoderWeights,
         switches: Switches,
         rotations: Sequence[HeadRotation | None] | None = None,
-        *,
-        batch_invariant: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         self.switches = switches
-        self._batch_invariant = batch_invariant
-        self._attention_options = AttentionOptions(
-            scale=config.head_size**-0.5, batch_invariant=batch_invariant
-        )
+        self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
         self._decoder = Decoder(
             layers=weights.layers,
             final_norm=weights.final_norm,
@@ -97,12 +88,9 @@ class CausalLM(ABC):
             mlp=ResidualStream.silu_mlp if config.gated_mlp else ResidualStream.gelu_mlp,
             rotations=rotations,
             max_packed_rows=_max_packed_rows(weights.layers[0], config.dtype),
-            batch_invariant=batch_invariant,
         )
         if packs_layers(switches, config.device):
             self.pack_for_small_batches()
-        if batch_invariant:
-            weights.layers[:] = map(batch_invariant_layer, weights.layers)
 
     @classmethod
     @abstractmethod
@@ -162,12 +150,7 @@ class CausalLM(ABC):
         hidden: torch.Tensor,  # [R, E]
     ) -> torch.Tensor:
         """Return float32 logits [R, V] of hidden states that ``forward`` returned; rows may be further apart."""
-        return compute_logits(
-            hidden,
-            self.weights.padded_lm_head,
-            self.config.vocab_size,
-            batch_invariant=self._batch_invariant,
-        )
+        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
 
     def pack_for_small_batches(self) -> None:
         """Prepare the layers for a few decodes at once, where a step is as long as its weights take to read."""
@@ -210,7 +193,6 @@ def load_model(
     max_model_len: int | None = None,
     on_progress: ProgressCallback | None = None,
     check_sizes: Callable[[ModelConfig], None] = lambda sizes: None,
-    batch_invariant: bool = False,
 ) -> CausalLM:
     """Load the model that a checkpoint's config.json asks for.
 
@@ -222,19 +204,10 @@ def load_model(
         max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
         on_progress: told of the bytes of weights that were read.
         check_sizes: called before weights are read; what it raises ends the loading.
-        batch_invariant: hidden states and logits of a token are the same bit for bit, whichever tokens are computed
-            with it and whichever steps have stored what it attends to.
 
     Raises:
-        ConfigError: ``batch_invariant`` does not go with the model.
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
     """
-
-    def check_all_sizes(sizes: ModelConfig) -> None:
-        if batch_invariant:
-            _check_batch_invariant(sizes)
-        check_sizes(sizes)
-
     checkpoint = Checkpoint(path, on_progress, may_lack_weights=device == "meta")
     architectures = checkpoint.config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -248,32 +221,10 @@ def load_model(
                 device=device,
                 switches=switches or Switches(),
                 max_model_len=max_model_len,
-                check_sizes=check_all_sizes,
-                batch_invariant=batch_invariant,
+                check_sizes=check_sizes,
             )
             return model_class.load(checkpoint, options)
     raise ModelError(
         f"model: {str(path)!r} is of architecture {', '.join(map(str, architectures)) or 'unknown'},"
         f" supported are {', '.join(MODEL_CLASSES)}"
     )
-
-
-def _check_batch_invariant(sizes: ModelConfig) -> None:
-    """Refuse what has kernels whose sums depend on the rows beside one.
-
-    Raises:
-        ConfigError: names what the model has.
-    """
-    unsupported = {
-        "experts": sizes.experts is not None,
-        "quantized weights": sizes.quantization is not None,
-        "dtype float32 on a GPU": sizes.device.type != "cpu" and sizes.dtype is torch.float32,
-        f"heads of {sizes.head_size} on a GPU": sizes.device.type != "cpu"
-        and sizes.head_size > MAX_INVARIANT_HEAD_SIZE,
-    }
-    for name, is_there in unsupported.items():
-        if is_there:
-            raise ConfigError(
-                f"batch_invariant: got true with a model that has {name}; allowed are dense models without quantized "
-                f"weights, on a GPU in float16 or bfloat16 with heads of at most {MAX_INVARIANT_HEAD_SIZE}"
-            )

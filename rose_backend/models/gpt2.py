@@ -62,5 +62,4 @@ class GPT2(CausalLM):
                 padded_lm_head=head,
             )
 
-        weights = load_weights(checkpoint, config, prefix, build)
-        return cls(config, weights, options.switches, batch_invariant=options.batch_invariant)
+        return cls(config, load_weights(checkpoint, config, prefix, build), options.switches)

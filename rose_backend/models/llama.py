@@ -122,7 +122,7 @@ class Llama(CausalLM):
             HeadRotation(table, layer.query_norm, layer.key_norm, config.norm_eps) if rotates_heads else None
             for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
         ]
-        return cls(config, weights, options.switches, rotations, batch_invariant=options.batch_invariant)
+        return cls(config, weights, options.switches, rotations)
 
     @classmethod
     def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:

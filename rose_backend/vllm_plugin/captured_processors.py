@@ -21,7 +21,6 @@ from rose_backend.errors import IntegrityError
 from rose_backend.kernels.arguments import LogprobReport
 from rose_backend.kernels.captured_graphs import FixedInputs
 from rose_backend.kernels.sampling.ops import mask_logits, report_logprobs
-from rose_backend.vllm_plugin.options import is_batch_invariant
 
 MAX_LOGPROBS = 20
 """Most likely tokens that graphs report; vLLM's default of ``--max-logprobs``."""
@@ -297,9 +296,6 @@ def why_graphs_do_not_report(sampler: Any, num_logprobs: int, num_token_ids: int
         sampler: vLLM's ``Sampler``.
         num_logprobs, num_token_ids: what its ``get_logprobs_dims`` returns.
     """
-    if is_batch_invariant():
-        # A step with a request that graphs do not report for is reported by vLLM, which may round otherwise.
-        return "batch invariance"
     if num_token_ids:
         return "log-probabilities of given tokens"
     if sampler.logprobs_mode != "raw_logprobs":
@@ -312,12 +308,8 @@ _REPORTING: WeakSet[Any] = WeakSet()
 
 
 def report_as_graphs(sampler: Any) -> None:
-    """Let vLLM's own steps of a sampler report by the same function as replayed ones, so that both round alike.
-
-    Not with batch invariance, where vLLM reports of all steps.
-    """
-    if not is_batch_invariant():
-        _REPORTING.add(sampler.logprob_token_ids_state)
+    """Let vLLM's own steps of a sampler report by the same function as replayed ones, so that both round alike."""
+    _REPORTING.add(sampler.logprob_token_ids_state)
 
 
 def wrap_compute_topk_scores(original: Callable[..., Any]) -> Callable[..., Any]:

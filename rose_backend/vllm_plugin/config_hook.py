@@ -28,7 +28,6 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
 from rose_backend.vllm_plugin.models.float8_weights import float8_scales
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme
 from rose_backend.vllm_plugin.models.model_choice import (
-    DECODERS,
     GPT2,
     ModelChoice,
     choose_model_class,
@@ -53,9 +52,6 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         try:
             switches = options.rose_options(self)
             _switch_off_vllm_parts(self, switches)
-            if options.is_batch_invariant():
-                # vLLM would switch them on for the sake of its own products.
-                os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
             is_open = switches.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
             if is_open and not options.has_states(self) and options.why_windows_are_kept(self) is not None:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
@@ -72,7 +68,6 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             if has_default_graphs:
                 choose_mixed_graphs(self)
             choice = choose_model_class(self, switches, has_default_graphs=has_default_graphs)
-            check_batch_invariant_layers(self, choice)
         except ConfigError as error:
             # vLLM wraps the error in several lines; this one is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)
@@ -118,23 +113,6 @@ def _switch_off_vllm_parts(vllm_config: VllmConfig, switches: PluginConfig) -> N
                 f"chunked_prefill: false needs --max-num-batched-tokens of at least max_model_len "
                 f"{model_config.max_model_len}, got {scheduler_config.max_num_batched_tokens}"
             )
-
-
-def check_batch_invariant_layers(vllm_config: VllmConfig, choice: ModelChoice) -> None:
-    """Refuse layers of vLLM's where a request's numbers shall be the same in any batch.
-
-    Raises:
-        ConfigError: names the model, and why its layers are vLLM's.
-    """
-    if not options.is_batch_invariant() or vllm_config.model_config is None:
-        return
-    if choice.architecture not in DECODERS.values():
-        # A GPT-2 has Rose's norms and activations alone.
-        reason = choice.reason or "products of vLLM"
-        raise ConfigError(
-            f"VLLM_BATCH_INVARIANT: got a {vllm_config.model_config.architecture} with layers that are not "
-            f"batch-invariant ({reason}); allowed are models with Rose's layers"
-        )
 
 
 def _rename_ngram(vllm_config: VllmConfig) -> bool:

@@ -67,11 +67,6 @@ def rose_options(vllm_config: VllmConfig) -> PluginConfig:
     return PluginConfig.from_mapping(options, source=f"additional_config key {OPTIONS_KEY!r}")
 
 
-def is_batch_invariant() -> bool:
-    """Whether vLLM is asked for the same numbers of a request in any batch."""
-    return bool(envs.VLLM_BATCH_INVARIANT)
-
-
 def first_reason(reasons: Mapping[str, Any]) -> str | None:
     """Return the first reason whose value is true; None if there is none."""
     return next((reason for reason, holds in reasons.items() if holds), None)

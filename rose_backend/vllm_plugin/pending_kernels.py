@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rose_backend.config import num_usable_cores
-from rose_backend.vllm_plugin.options import is_batch_invariant
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.registration import installed_vllm_version
 
@@ -154,5 +153,4 @@ def _key(vllm_config: VllmConfig) -> list[object]:
         vllm_config.parallel_config.tensor_parallel_size,
         *(getattr(model.hf_text_config, name, None) for name in _SIZES),
         vllm_config.additional_config,
-        is_batch_invariant(),
     ]

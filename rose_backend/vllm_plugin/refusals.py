@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.attention.ops import MAX_INVARIANT_HEAD_SIZE
 from rose_backend.vllm_plugin import options
 
 # Drafters without a KV cache, and drafters whose cache has the same positions as the target's.
@@ -43,8 +40,6 @@ def check_supported(vllm_config: VllmConfig, switches: PluginConfig) -> None:
         )
     if switches.kv_canary != "off":
         _check_canary(vllm_config, switches)
-    if options.is_batch_invariant():
-        _check_batch_invariance(vllm_config, switches)
     if not switches.block_manager:
         return
     features = _unsupported_beside_states(vllm_config) if options.has_states(vllm_config) else {}
@@ -72,46 +67,6 @@ def _check_canary(c: VllmConfig, switches: PluginConfig) -> None:
     found = [name for name, is_used in features.items() if is_used]
     if found:
         raise ConfigError(f"kv_canary: got {switches.kv_canary!r}, allowed is off with {' and '.join(found)}")
-
-
-def _check_batch_invariance(c: VllmConfig, switches: PluginConfig) -> None:
-    """Refuse what may round differently in another batch, or was not tried.
-
-    Raises:
-        ConfigError: names every such feature found.
-    """
-    model, dtype, head_size = c.model_config, None, 0
-    if model is not None:
-        dtype, head_size = model.dtype, model.get_head_size()
-    is_gpu = current_platform.is_cuda()
-    features = {
-        # vLLM replaces operations of torch there by a GPU's kernels.
-        "a CPU": not is_gpu,
-        "model runner V1": is_gpu and not c.use_v2_model_runner,
-        "dtype float32": is_gpu and dtype is torch.float32,
-        f"heads of {head_size}, which is more than {MAX_INVARIANT_HEAD_SIZE}": (
-            is_gpu and head_size > MAX_INVARIANT_HEAD_SIZE
-        ),
-        "quantized weights": model is not None and model.quantization is not None,
-        "a mixture of experts": _model_has(c, "is_moe"),
-        "layers with a state": options.has_states(c),
-        "multimodal models": _model_has(c, "is_multimodal_model"),
-        "sliding windows": options.has_sliding_windows(c),
-        "float8 caches (--kv-cache-dtype)": c.cache_config.cache_dtype in options.FLOAT8_DTYPES,
-        "speculative decoding": c.speculative_config is not None,
-        "LoRA": c.lora_config is not None,
-        "tensor parallelism": c.parallel_config.tensor_parallel_size > 1,
-        "pipeline parallelism": c.parallel_config.pipeline_parallel_size > 1,
-        "KV connectors": options.has_kv_connector(c),
-        "processed log-probabilities (--logprobs-mode)": (
-            model is not None and str(model.logprobs_mode).startswith("processed")
-        ),
-        "fused_mlp off": not switches.fused_mlp,
-        "fused_add_layernorm off": not switches.fused_add_layernorm,
-    }
-    found = [name for name, is_used in features.items() if is_used]
-    if found:
-        raise ConfigError(f"VLLM_BATCH_INVARIANT: Rose does not support it with {' and '.join(found)}")
 
 
 def _model_has(vllm_config: VllmConfig, attribute: str) -> bool:

@@ -32,13 +32,7 @@ from rose_backend.vllm_plugin.captured_processors import (
     report_as_graphs,
     sampling_arrays,
 )
-from rose_backend.vllm_plugin.options import (
-    adapts_drafts,
-    is_batch_invariant,
-    is_rose_selected,
-    rose_options,
-    why_no_graphs,
-)
+from rose_backend.vllm_plugin.options import adapts_drafts, is_rose_selected, rose_options, why_no_graphs
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 
@@ -336,8 +330,6 @@ class RoseDraws:
         self._reason_for_all = why_vllm_draws(vllm_config)
         self._has_drafts = vllm_config.speculative_config is not None
         self._is_watermarked = is_watermarked(vllm_config)
-        # Of equally likely tokens torch takes any, Rose's kernel the lowest: in replayed steps, and beside random rows.
-        self._is_batch_invariant = is_batch_invariant()
         model_config = vllm_config.model_config
         mode = "" if model_config is None else str(model_config.logprobs_mode)
         self._may_report_filtered = mode.startswith(PROCESSED_PREFIX)
@@ -355,7 +347,7 @@ class RoseDraws:
         """Return one token per row, int64 [R], and the logits [R, V] that processed log-probabilities are of."""
         states = self._sampler.sampling_states
         temperatures = states.temperature.np[idx_mapping_np]
-        if not temperatures.any() and not self._is_batch_invariant:
+        if not temperatures.any():
             # All rows are greedy. Small batches wait for the CPU, and gathering parameters is most of its work here.
             candidates = processed_logits
             if self._sampler.needs_logits_processing[idx_mapping_np].any():

@@ -153,15 +153,6 @@ def test_switches_decide(
     assert set(record(tiny_model_path, **options)) == (ALWAYS | more) - less
 
 
-def test_batch_invariance_has_two_kernels_for_all_products_and_attention(qwen3_path: Path) -> None:
-    recorded = record(qwen3_path, batch_invariant=True)
-    replaced = {"small_batch_linear_kernel", "_paged_decode_kernel", "_paged_prefill_kernel"}
-    own = {"_batch_invariant_linear_kernel", "_batch_invariant_attention_kernel", "_store_chunk_kernel"}
-    assert set(recorded) == (ALWAYS | own | {"_rotate_kernel"}) - replaced
-    # Six products, each of a few kinds of tiles.
-    assert 10 <= recorded["_batch_invariant_linear_kernel"] <= 40
-
-
 @pytest.mark.parametrize(("hidden_size", "largest"), [(1024, 256), (2048, 128), (4096, 128)])
 def test_the_library_multiplies_for_more_decodes_of_a_wide_model(
     qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_size: int, largest: int

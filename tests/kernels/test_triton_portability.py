@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -34,31 +33,6 @@ def shapes_of_fields(source: str) -> list[int]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.zeros"
         if any(isinstance(each, ast.Attribute) and each.attr.isupper() for each in ast.walk(node.args[0]))
     ]
-
-
-def ranges_of_variables(source: str) -> list[int]:
-    """Return the lines of static ranges of something else than literals, lengths and names annotated as constexpr."""
-    lines = []
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        annotated = {
-            ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.arg
-            for node in ast.walk(function)
-            if isinstance(node, (ast.AnnAssign, ast.arg))
-            and node.annotation is not None
-            and ast.unparse(node.annotation) == "tl.constexpr"
-        }
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "tl.static_range":
-                continue
-            texts = [
-                ast.unparse(argument) for argument in (*node.args, *(each.value for each in node.keywords))
-            ]
-            known = re.compile(r"\d+|len\(\w+\)|\w+\.shape\[\d+\]")
-            if not all(text in annotated or known.fullmatch(text) for text in texts):
-                lines.append(node.lineno)
-    return lines
 
 
 def returned_nones(source: str) -> list[int]:
@@ -112,31 +86,6 @@ def test_no_kernel_takes_the_shape_of_zeros_from_a_tuple(path: Path) -> None:
 
 def test_shapes_of_fields_are_found() -> None:
     assert shapes_of_fields("tl.zeros([TILE], tl.int32)\ntl.zeros([TILES.TILE, 4], tl.int32)\n") == [2]
-
-
-@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
-def test_no_kernel_takes_a_static_range_from_a_tuple(path: Path) -> None:
-    found = ranges_of_variables(path.read_text())
-    assert found == [], (
-        "Triton 3.6 raises AssertionError: used as tl.static_range start value is not a constexpr; name a field first, "
-        "as N: tl.constexpr = TILES.N"
-    )
-
-
-def test_static_ranges_of_variables_are_found() -> None:
-    source = (
-        "def f(x, count, TILES: tl.constexpr, N: tl.constexpr):\n"
-        "    TILE: tl.constexpr = TILES.TILE\n"
-        "    PLAIN = TILES.TILE\n"
-        "    for i in tl.static_range(0, x.shape[1], TILE):\n"
-        "        for j in tl.static_range(N):\n"
-        "            pass\n"
-        "    for i in tl.static_range({}):\n"
-        "        pass\n"
-    )
-    assert ranges_of_variables(source.format("len(x)")) == []
-    for variable in ("TILES.TILE", "0, TILES.TILE", "PLAIN", "count", "4, step=TILES.TILE"):
-        assert ranges_of_variables(source.format(variable)) == [7]
 
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)

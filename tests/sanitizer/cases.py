@@ -59,7 +59,6 @@ def attention(
     *,
     prefill: bool = False,
     masked: bool = False,
-    batch_invariant: bool = False,
     **shape: Any,
 ) -> Case:
     """Decode attention, with one new token per row where ``query_lens`` is None, or prefill attention."""
@@ -67,7 +66,7 @@ def attention(
     def run(device: str) -> list[torch.Tensor]:
         inputs = moved(build_paged_inputs(lengths, query_lens, layout="vllm", **shape), device)
         out = torch.zeros_like(inputs.query)
-        options = inputs.options(batch_invariant=batch_invariant)
+        options = inputs.options()
         if masked:
             per_head = torch.linspace(-1, 1, inputs.query.shape[1]).to(device)
             options = replace(
@@ -453,24 +452,7 @@ ODD = {"num_query_heads": 4, "num_kv_heads": 2, "head_size": 80, "block_size": 4
 FLOAT8 = {"cache_dtype": FLOAT8_DTYPE, "key_scale": 0.7, "value_scale": 1.3}
 LENGTHS = [0, 15, 16, -1, 130, 700]
 
-
-def batch_invariant_product(num_rows: int, depth: int, width: int) -> Case:
-    """A product of any number of rows in one order."""
-
-    def run(device: str) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(8)
-        x, weight, bias = (
-            torch.randn(shape, generator=generator).to(BFLOAT16).to(device)
-            for shape in ((num_rows, depth), (width, depth), (width,))
-        )
-        return [kernels.batch_invariant_linear(x, weight.t(), bias)]
-
-    return run
-
-
 CASES: dict[str, Case] = {
-    "batch invariant product, one row": batch_invariant_product(1, 1100, 70),
-    "batch invariant product": batch_invariant_product(131, 100, 130),
     "decode GPT-2": attention(LENGTHS, **GPT2),
     "decode, whole rows": attention([0, 15, 16, -1, 130, 300], **GPT2),
     "decode, short rows": attention([3, -1, 5], **GPT2),
@@ -490,10 +472,6 @@ CASES: dict[str, Case] = {
     "prefill masked": attention([0, 200], [70, 40], prefill=True, masked=True, **GROUPED),
     "prefill odd": attention([7, 0], [33, 17], prefill=True, **ODD),
     "prefill float8": attention([0, 40], [70, 33], prefill=True, **GPT2, **FLOAT8),
-    "decode, batch invariant": attention([3, -1, 1500], batch_invariant=True, **GROUPED),
-    "prefill, batch invariant": attention(
-        [0, 300, 700], [70, 40, 1], prefill=True, masked=True, batch_invariant=True, **GROUPED
-    ),
     "write_kv": write_kv(),
     "write_kv float8": write_kv(**FLOAT8),
     "clone, independent": clone([(1, 5), (2, 6), (3, 0)], ids_on_device=False),

@@ -13,11 +13,9 @@ import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.model_executor.determinism import batch_invariant
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from rose_backend.vllm_plugin import refusals
 from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, Prompts
 
 VOCAB_SIZE = 2559
@@ -29,17 +27,6 @@ RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])
 ROSES_LAYERS = ("GPT-2", "Llama", "Qwen3", "Mistral 7B v0.1")
 """Models, of those that tests on GPUs name, that Rose has layers for."""
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
-
-def allow_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch ``VLLM_BATCH_INVARIANT`` on, on a CPU, too.
-
-    It is refused there, as vLLM replaces operations of torch by a GPU's kernels.
-    """
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(refusals, "_check_batch_invariance", lambda *_: None)
-        monkeypatch.setattr(batch_invariant, "init_batch_invariance", lambda: None)
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

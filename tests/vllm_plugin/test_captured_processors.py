@@ -337,19 +337,6 @@ def test_what_is_not_reported_is_told(mode: str, dims: tuple[int, int], reason: 
     assert why_graphs_do_not_report(SimpleNamespace(logprobs_mode=mode), *dims) == reason
 
 
-def test_with_batch_invariance_all_reports_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-
-    class State:
-        """Of vLLM's sampler."""
-
-    state = State()
-    sampler = SimpleNamespace(logprobs_mode="raw_logprobs", logprob_token_ids_state=state)
-    assert why_graphs_do_not_report(sampler, 0, 0) == "batch invariance"
-    report_as_graphs(sampler)
-    assert state not in captured_processors._REPORTING
-
-
 def test_parameters_of_the_last_slot_change_nothing() -> None:
     arrays = {name: np.full(3, 5, np.float32) for name in ("repetition_penalty", "min_p")}
     arrays |= {name: np.full(3, 5, np.int32) for name in ("num_logprobs", "thinking_token_budget")}

@@ -253,9 +253,6 @@ def test_it_needs_hopper_half_precision_and_its_head_size(
         assert "FlashAttention" not in describe_parts(other, rose_options(other), ModelChoice(None))
     config = on_hopper(block_size=64)
     assert uses_flash_attention(config)
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_BATCH_INVARIANT", "1")
-        assert not uses_flash_attention(config)
     config.cache_config.cache_dtype = "fp8"
     assert not uses_flash_attention(config)
     # All layers slide: none is left that FlashAttention 3 may attend.

@@ -35,7 +35,6 @@ from tests.support.vllm_plugin.configs import (
     MIXED_WINDOWS,
     WINDOWS,
     MakeConfig,
-    OnGpu,
     connector,
     n_grams,
     rose,
@@ -428,48 +427,3 @@ def test_weights_that_the_gpu_reads_where_they_are_stay_with_roses_layers(
     monkeypatch.setattr("vllm.utils.platform_utils.is_uva_available", lambda: True)
     config = make_config(cpu_offload_gb=1)
     assert config.model_config.hf_config.architectures == ["RoseGPT2LMHeadModel"]
-
-
-INVARIANCE: dict[str, tuple[dict[str, Any], Change | None]] = {
-    "dtype float32": ({}, None),
-    "model runner V1": ({}, change("use_v2_model_runner", False)),
-    "heads of 256, which is more than 128": (
-        {},
-        lambda config, patch: patch.setattr(type(config.model_config), "get_head_size", lambda self: 256),
-    ),
-    "quantized weights": ({}, change("model_config.quantization", "fp8")),
-    "a mixture of experts": ({}, model("is_moe")),
-    "layers with a state": ({}, model("is_hybrid")),
-    "multimodal models": ({}, model("is_multimodal_model")),
-    "sliding windows": (WINDOWS, None),
-    "float8 caches (--kv-cache-dtype)": ({}, change("cache_config.cache_dtype", "fp8")),
-    "speculative decoding": ({"speculative_config": n_grams()}, None),
-    "LoRA": ({"enable_lora": True}, None),
-    "tensor parallelism": ({}, change("parallel_config.tensor_parallel_size", 2)),
-    "pipeline parallelism": ({}, change("parallel_config.pipeline_parallel_size", 2)),
-    "KV connectors": (connector("ExampleConnector"), None),
-    "processed log-probabilities (--logprobs-mode)": ({"logprobs_mode": "processed_logprobs"}, None),
-    "fused_mlp off": (rose(fused_mlp=False), None),
-    "fused_add_layernorm off": (rose(fused_add_layernorm=False), None),
-}
-
-
-@pytest.mark.parametrize("feature", INVARIANCE)
-def test_what_may_round_differently_in_another_batch_is_named(
-    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, feature: str
-) -> None:
-    arguments, alter = INVARIANCE[feature]
-    config = on_gpu(**{"dtype": "float32" if feature == "dtype float32" else "bfloat16", **arguments})
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    if alter is not None:
-        check_supported(config, rose_options(config))
-        alter(config, monkeypatch)
-    message = f"VLLM_BATCH_INVARIANT: Rose does not support it with {feature}"
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_supported(config, rose_options(config))
-
-
-def test_batch_invariance_is_for_gpus(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT: Rose does not support it with a CPU"):
-        make_config()

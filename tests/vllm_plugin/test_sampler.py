@@ -244,17 +244,6 @@ def test_v2_takes_the_first_of_the_most_likely_tokens_in_greedy_steps(counts: Co
     assert (counts.rose, counts.vllm) == (0, {})
 
 
-def test_v2_draws_greedy_steps_as_any_others_with_batch_invariance(
-    counts: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    draws = draws_of(FakeV2Sampler([0.0, 0.0], [5, 6]))
-    rows = logits_of(2)
-    drawn, _ = draw_v2(draws, rows, [0, 1])
-    assert drawn.tolist() == rows.argmax(1).tolist()
-    assert (counts.rose, counts.vllm) == (2, {})
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: Counts, temperature: float) -> None:
     # vLLM allows a repetition penalty of 1e-46, which is 0 in float32: 0 times minus infinity, for a forbidden token.

@@ -27,9 +27,6 @@ from rose_backend.kernels.pointwise.ops import check_rotation, rotate_query_key
 MAX_GPU_HEAD_SIZE = 512
 """Larger heads do not fit a program's registers."""
 
-MAX_INVARIANT_HEAD_SIZE = 128
-"""Larger heads do not with ``batch_invariant``, whose tiles are the same for all."""
-
 MAX_QUERY_LEN = 8
 """New tokens of a row that one call of ``paged_decode`` takes; longer chunks are ``paged_prefill``'s."""
 
@@ -52,15 +49,12 @@ def plan_paged_decode(
         chunk_bytes: keys that are gathered at once, at most, unless a single request has more. Not on a GPU.
 
     Returns:
-        None on a GPU where all rows begin at once, or all read no more than a sliding window, and anywhere with
-        ``options.batch_invariant``.
+        None on a GPU where all rows begin at once, or all read no more than a sliding window.
 
     Raises:
         ShapeError: ``max_query_len`` is not allowed, or a row has more tokens.
     """
     _check_query_lens(kv)
-    if options.batch_invariant:
-        return None
     if not kv.key_cache.is_cuda:
         return reference.plan_paged_decode(kv, options=options, chunk_bytes=chunk_bytes)
     from rose_backend.kernels.attention.paged_decode import order_of_rows
@@ -92,8 +86,8 @@ def paged_decode(
             blocks that receive tokens must belong to their request alone. A row may have 0 to ``max_query_len`` tokens,
             which is 1 to ``MAX_QUERY_LEN``; on a GPU further tokens would be left out.
         plan: from ``plan_paged_decode`` with the same lengths, table and options, made once for all layers of a step;
-            None makes one for this call. A GPU needs none: with it, programs of long rows do not begin last. With
-            ``overlap`` it must be complete as all else is that is read ahead.
+            None makes one for this call. A GPU needs none: with it, programs of long rows do not begin last, which
+            decides speed only. With ``overlap`` it must be complete as all else is that is read ahead.
         overlap: on GPUs of capability 9.0 and later, start while the previous kernel still runs, and allow the same to
             the next one (programmatic dependent launch). What previous kernels make or read may be ``query``, ``new``
             and ``out``. All else, the cached tokens too, is read ahead and must be complete: it is if whatever made it
@@ -110,16 +104,16 @@ def paged_decode(
 
     Raises:
         ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, only one new tensor is given, a
-            scale is given without float8 caches, ``max_query_len`` is not allowed, ``rotation`` is given without
+            scale is given without float8 caches, ``max_query_len`` is not allowed, or ``rotation`` is given without
             ``new`` or with ``query_start_loc``, or ``plan`` is another device's. On a GPU also: the dtype is another,
             ``D`` is over ``MAX_GPU_HEAD_SIZE``, an innermost stride is not 1, or it cannot convert float8.
     """
     _check_query_lens(kv)
     _check_call(query, new, kv, options, out)
-    _check_rotation(query, new, kv, options, rotation)
-    if options.batch_invariant:
-        return _attend_batch_invariant(query, new, kv, options, out)
-    _check_plan(plan, query)
+    if rotation is not None:
+        _check_rotation(query, new, kv, rotation)
+    if plan is not None and isinstance(plan, torch.Tensor) != query.is_cuda:
+        raise ShapeError(f"plan: expected one made for {query.device}, got {type(plan).__name__}")
     if not query.is_cuda:
         assert not isinstance(plan, torch.Tensor)
         if rotation is not None and new is not None:
@@ -140,22 +134,7 @@ def paged_decode(
     )
 
 
-def _check_plan(plan: DecodePlan | None, query: torch.Tensor) -> None:
-    if plan is not None and isinstance(plan, torch.Tensor) != query.is_cuda:
-        raise ShapeError(f"plan: expected one made for {query.device}, got {type(plan).__name__}")
-
-
-def _check_rotation(
-    query: torch.Tensor,
-    new: NewTokens | None,
-    kv: PagedKV,
-    options: AttentionOptions,
-    rotation: HeadRotation | None,
-) -> None:
-    if rotation is None:
-        return
-    if options.batch_invariant:
-        raise ShapeError("rotation: expected none with batch_invariant")
+def _check_rotation(query: torch.Tensor, new: NewTokens | None, kv: PagedKV, rotation: HeadRotation) -> None:
     if new is None or kv.query_start_loc is not None:
         raise ShapeError("rotation: expected new_key without query_start_loc")
     check_rotation(query, rotation)
@@ -183,14 +162,13 @@ def plan_paged_prefill(
     options: AttentionOptions,
     num_step_tokens: int,
 ) -> PrefillPlan | None:
-    """Work out what all layers of a step share. None on a GPU: the kernel reads lengths on the device. None with
-    ``options.batch_invariant``, too.
+    """Work out what all layers of a step share. None on a GPU: the kernel reads lengths on the device.
 
     Args:
         options: the sliding window has to be the same for all layers that use the plan.
         num_step_tokens: ``T``; tokens that belong to no row are padding.
     """
-    if kv.key_cache.is_cuda or options.batch_invariant:
+    if kv.key_cache.is_cuda:
         return None
     return reference.plan_paged_prefill(kv, options=options, num_step_tokens=num_step_tokens)
 
@@ -222,32 +200,11 @@ def paged_prefill(
     if kv.query_start_loc is None:
         raise ShapeError("query_start_loc: expected a tensor for prefill attention, got None")
     _check_call(query, new, kv, options, out)
-    if options.batch_invariant:
-        return _attend_batch_invariant(query, new, kv, options, out)
     if not query.is_cuda:
         return reference.paged_prefill(query, new, kv, options=options, out=out, plan=plan)
     from rose_backend.kernels.attention.paged_prefill import paged_prefill as launch
 
     return launch(query, new, kv, options=options, out=out, mean_query_len=mean_query_len)
-
-
-def _attend_batch_invariant(
-    query: torch.Tensor,
-    new: NewTokens | None,
-    kv: PagedKV,
-    options: AttentionOptions,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    if not query.is_cuda:
-        return reference.attend_batch_invariant(query, new, kv, options=options, out=out)
-    if query.dtype is torch.float32 or query.shape[-1] > MAX_INVARIANT_HEAD_SIZE:
-        raise ShapeError(
-            f"query: expected float16 or bfloat16 and D of at most {MAX_INVARIANT_HEAD_SIZE} with batch_invariant on "
-            f"a GPU, got {query.dtype} and {query.shape[-1]}"
-        )
-    from rose_backend.kernels.attention.batch_invariant import batch_invariant_attention as launch
-
-    return launch(query, new, kv, options=options, out=out)
 
 
 def _check_query_lens(kv: PagedKV) -> None:

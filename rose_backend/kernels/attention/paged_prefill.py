@@ -24,7 +24,7 @@ from rose_backend.kernels.attention.shared import (
     padded_head_size,
     to_logits,
 )
-from rose_backend.kernels.gpu_properties import gpu_properties, has_dependent_launch
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.kv.cache_writes import StoreStrides, load_scale, to_cache
 from rose_backend.kernels.tuning.choices import PrefillTuning, prefill_tuning, rows_tile
 
@@ -95,10 +95,8 @@ def find_tile(
     """
     rows = tl.arange(0, ROWS_TILE)
     is_row = rows < num_rows
-    starts, stops = rows, rows + 1
-    if query_start_ptr is not None:
-        starts = tl.load(query_start_ptr + rows, mask=is_row, other=0)
-        stops = tl.load(query_start_ptr + rows + 1, mask=is_row, other=0)
+    starts = tl.load(query_start_ptr + rows, mask=is_row, other=0)
+    stops = tl.load(query_start_ptr + rows + 1, mask=is_row, other=0)
     computed = tl.load(num_computed_ptr + rows, mask=is_row, other=-1)
     tiles = tl.where(computed >= 0, tl.cdiv(tl.maximum(stops - starts, 0), QUERY_TILE), 0)
     work = tl.sum(tiles) - 1 - nth
@@ -332,20 +330,15 @@ def _store_chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Store a chunk: a program stores one tile of a row's tokens for one KV head."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    """Store a chunk in caches of another dtype: a program stores one tile of a row's tokens for one KV head."""
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
     nth = tl.program_id(0) // NUM_HEADS
     row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, nth, ROWS_TILE, TOKEN_TILE)
     if row >= num_rows:
         return
-    first_token, num_tokens = row.to(tl.int64), 1
-    if query_start_ptr is not None:
-        first_token = tl.load(query_start_ptr + row).to(tl.int64)
-        num_tokens = tl.load(query_start_ptr + row + 1) - first_token.to(tl.int32)
+    first_token = tl.load(query_start_ptr + row).to(tl.int64)
+    num_tokens = tl.load(query_start_ptr + row + 1) - first_token.to(tl.int32)
     computed = tl.load(num_computed_ptr + row)
     table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
     tokens = tile * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
@@ -364,9 +357,8 @@ def _store_chunk_kernel(
 
 
 def store_chunk(new: NewTokens, kv: PagedKV, options: AttentionOptions) -> None:
-    """Store each request's new tokens, as ``rose_backend.kernels.paged_prefill`` says, in a launch of its own."""
+    """Store each request's new tokens in float8 caches, as ``rose_backend.kernels.paged_prefill`` says."""
     num_tokens, num_kv_heads, head_size = new.key.shape
-    use_pdl = has_dependent_launch(new.key.device)
     num_rows = kv.num_computed_tokens.shape[0]
     _store_chunk_kernel[((num_tokens // _TOKEN_TILE + num_rows) * num_kv_heads,)](
         *new,
@@ -391,8 +383,6 @@ def store_chunk(new: NewTokens, kv: PagedKV, options: AttentionOptions) -> None:
         BLOCK_SIZE=kv.key_cache.shape[1],
         ROWS_TILE=rows_tile(num_rows),
         TOKEN_TILE=_TOKEN_TILE,
-        PDL=use_pdl,
-        launch_pdl=use_pdl,
     )
 
 

@@ -437,54 +437,6 @@ def paged_prefill(
     return out
 
 
-def attend_batch_invariant(
-    query: torch.Tensor,  # [T, HQ, D]
-    new: NewTokens | None,
-    kv: PagedKV,  # the caches are written
-    *,
-    options: AttentionOptions,
-    out: torch.Tensor,  # [T, HQ, D]  written
-) -> torch.Tensor:
-    """Reference of both functions with ``options.batch_invariant``: all is stored, then each token attended alone.
-
-    Operations see one query and what it attends to, as cached: whatever torch makes of that, they round alike wherever
-    the token is computed.
-    """
-    plan = plan_paged_prefill(_by_token(kv, len(query)), options=options, num_step_tokens=len(query))
-    new_key, new_value = _as_cached(new, kv, options)
-    if new_key is not None and new_value is not None and plan.rows:
-        _store(new_key, new_value, kv, plan)
-    for row in plan.rows:
-        token = slice(row.start, row.start + 1)
-        _attend_row(
-            row,
-            query[token].clone(),
-            _row_tokens(kv.key_cache, None, row, query.dtype, options.key_scale),
-            _row_tokens(kv.value_cache, None, row, query.dtype, options.value_scale),
-            out[token],
-            options,
-        )
-    return out
-
-
-def _by_token(kv: PagedKV, num_tokens: int) -> PagedKV:
-    """Return the same with a row for each token; those of no row are padding."""
-    starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=kv.block_table.device)
-    if kv.query_start_loc is None:
-        return kv._replace(query_start_loc=starts)
-    tokens, ends = starts[:-1], kv.query_start_loc[1:]
-    rows = torch.searchsorted(ends.contiguous(), tokens, right=True)
-    is_padding = rows == len(ends)
-    rows = rows.masked_fill(is_padding, 0)
-    computed = kv.num_computed_tokens[rows]
-    positions = computed + tokens - kv.query_start_loc[rows]
-    return kv._replace(
-        block_table=kv.block_table[rows],
-        num_computed_tokens=positions.masked_fill(is_padding | (computed < 0), -1),
-        query_start_loc=starts,
-    )
-
-
 def _row_tokens(
     cache: torch.Tensor,  # [NB, BS, HKV, D]
     stored_tokens: torch.Tensor | None,  # [T, HKV, D]  in the cache's dtype

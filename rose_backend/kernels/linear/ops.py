@@ -127,15 +127,14 @@ def small_batch_linear(
     A gated layer's result is ``residual + silu(gate) * up``, ``O / 2`` wide; ``residual`` and ``out`` are as wide.
 
     Args:
-        x: at most ``MAX_ROWS`` rows unless the layer is batch-invariant, innermost stride 1. With a norm before the
-            layer, the ``NormInput`` that ``small_batch_linear_before_norm``, ``embed_tokens`` or ``expert_mlp`` has
-            returned.
+        x: at most ``MAX_ROWS`` rows, innermost stride 1. With a norm before the layer, the ``NormInput`` that
+            ``small_batch_linear_before_norm``, ``embed_tokens`` or ``expert_mlp`` has returned.
         gelu: apply GELU in its tanh form; not for a gated layer.
         out: may be ``residual`` itself, not ``x``; None allocates.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, there are too many rows, a gated layer is asked for GELU, only one of
-            ``x`` and ``layer`` comes with a LayerNorm, or a GPU has no such batch-invariant product.
+        ShapeError: shapes or dtypes disagree, there are too many rows, a gated layer is asked for GELU, or only one of
+            ``x`` and ``layer`` comes with a LayerNorm.
     """
     return _compute(x, layer, gelu, residual, out, None)[0]
 
@@ -186,15 +185,8 @@ def _compute(
         )
     if next_norm is not None:
         check_norm(out, next_norm)
-    if hidden.shape[0] > MAX_ROWS and not layer.batch_invariant:
+    if hidden.shape[0] > MAX_ROWS:
         raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {hidden.shape[0]}")
-    if hidden.is_cuda and layer.batch_invariant:
-        _check_batch_invariant(hidden, weight)
-        if layer.is_gated and next_norm is not None:
-            raise ShapeError("next_norm: expected None after a gated layer that is batch-invariant")
-        from rose_backend.kernels.linear.batch_invariant import batch_invariant_linear as launch_any
-
-        return out, launch_any(x, layer, out, gelu=gelu, residual=residual, next_norm=next_norm)
     if hidden.is_cuda:
         from rose_backend.kernels.linear.small_batch_linear import small_batch_linear as launch
 
@@ -210,51 +202,6 @@ def _compute(
         result = result + residual.float()
     out.copy_(result)
     return out, None if next_norm is None else norm_input_of(out, next_norm)
-
-
-def batch_invariant_linear(
-    x: torch.Tensor,  # [T, E]
-    weight: torch.Tensor,  # [E, O]
-    bias: torch.Tensor | None = None,  # [O]
-    *,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return ``x @ W + b``, [T, O], each row bit for bit what it is alone. Rounded once, from float32.
-
-    Args:
-        x: innermost stride 1; on a GPU float16 or bfloat16.
-        dtype: of the result; None: that of ``x``.
-
-    Raises:
-        ShapeError: shapes or dtypes disagree, or a GPU has no such product.
-    """
-    check_tensors(x=(x, "T E"), weight=(weight, "E O"))
-    check_same_dtype(x=x, weight=weight)
-    if bias is not None:
-        check_tensors(weight=(weight, "E O"), bias=(bias, "O"))
-        check_same_dtype(x=x, bias=bias)
-    out = x.new_empty((x.shape[0], weight.shape[1]), dtype=dtype or x.dtype)
-    if x.is_cuda:
-        _check_batch_invariant(x, weight)
-        from rose_backend.kernels.linear.batch_invariant import batch_invariant_linear as launch
-
-        launch(x, PackedLinear(weight.t(), bias, None, batch_invariant=True), out)
-        return out
-    by_row = weight.t()
-    # A copy of the row: at which address it begins must not matter either.
-    for row, result in zip(x, out, strict=True):
-        result.copy_(F.linear(row.clone(), by_row, bias))
-    return out
-
-
-def _check_batch_invariant(x: torch.Tensor, weight: Weight) -> None:
-    if not isinstance(weight, torch.Tensor):
-        raise ShapeError(f"weight: expected a tensor in a batch-invariant layer, got {type(weight).__name__}")
-    if x.dtype not in (torch.float16, torch.bfloat16) or x.stride(1) != 1:
-        raise ShapeError(
-            "x: expected float16 or bfloat16 with an innermost stride of 1 on a GPU, got "
-            f"{x.dtype} with strides {list(x.stride())}"
-        )
 
 
 def library_quantization(weight: Float8Weight, dtype: torch.dtype) -> InputQuantization | None:

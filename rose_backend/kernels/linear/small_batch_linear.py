@@ -268,27 +268,20 @@ _LINE_BYTES = 128
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for the lines of 128 bytes that hold what ``pointers`` lead to."""
-    # One request per line; the asm's result only gives the operation a value to hang on.
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _ask_for_lines(tensor_ptr, rows, num_rows, begin, FORMAT: tl.constexpr, TILES: tl.constexpr):
     """Ask for elements of some columns of a tensor [N, O] of scales or zeros."""
     NUM: tl.constexpr = (TILES.DEPTH + FORMAT.GROUP - 1) // FORMAT.GROUP
     LINES: tl.constexpr = triton.next_power_of_2(NUM)
     groups = tl.minimum(begin // FORMAT.GROUP + tl.arange(0, LINES), (TILES.K - 1) // FORMAT.GROUP)
     known = tl.minimum(rows, num_rows - 1)
-    prefetch(tensor_ptr + groups[:, None] * num_rows + known[None, :])
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [tensor_ptr + groups[:, None] * num_rows + known[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -321,7 +314,15 @@ def _ask_ahead(
     first = begin // 4 if FORMAT.STEP > 0 else begin
     lines = tl.minimum(first + tl.arange(0, PREFETCH) * LINE, TILES.WIDTH - 1)
     known = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    prefetch(weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :])
+    # One request per line; the asm's result only gives the operation a value to hang on.
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + known[:, None] * TILES.WIDTH + lines[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     if FORMAT.STEP > 0 and FORMAT.GROUP > 0 and TILES.BLOCK_M >= _MIN_ASKING_ROWS:
         firsts = _stored_rows(tile * TILES.BLOCK_N + tl.arange(0, 2), num_rows, FORMAT)
         _ask_for_lines(scales[0], firsts, num_rows, begin, FORMAT, TILES)
@@ -330,8 +331,7 @@ def _ask_ahead(
 
 
 @triton.jit
-def gelu_tanh(x):
-    """Return GELU in its tanh form."""
+def _gelu_tanh(x):
     # 0.5 x (1 + tanh(u)) is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(2.0 * u)
@@ -688,7 +688,7 @@ def _finish(
     if BIAS:
         acc += bias[None, :]
     if GELU:
-        acc = gelu_tanh(acc)
+        acc = _gelu_tanh(acc)
     answer = acc
     if GATED:
         gate, factor = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))

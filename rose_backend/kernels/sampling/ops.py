@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -64,21 +61,6 @@ def sample_unfused(
     """
     _check(logits, params)
     return reference.sample_unfused(logits, params)
-
-
-def sample_each(
-    choose: Callable[[torch.Tensor, SamplingTensors], SampleOutput],
-    logits: torch.Tensor,  # [R, V] float32
-    params: SamplingTensors,
-) -> SampleOutput:
-    """Return what ``choose``, which is ``sample`` or ``sample_unfused``, returns of each row alone."""
-    if len(logits) < 2:
-        return choose(logits, params)
-    rows = [slice(row, row + 1) for row in range(len(logits))]
-    outputs = [choose(logits[row], params.keep(row)) for row in rows]
-    parts = [[getattr(each, field.name) for each in outputs] for field in fields(SampleOutput)]
-    joined: list[Any] = [None if part[0] is None else torch.cat(part) for part in parts]
-    return SampleOutput(*joined)
 
 
 def report_logprobs(

@@ -82,11 +82,6 @@ class RoseAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """With Rose's layers: the hook refuses what else is not covered."""
-        return True
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Causal attention over a KV cache only."""
         return attn_type == AttentionType.DECODER
@@ -172,7 +167,6 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.is_drafter = backends.model_tag in _DRAFTER_TAGS
         # A drafter passes tokens that must not be stored (slot -1), which only the separate write leaves out.
         self.appends_in_attention = not self.is_drafter and options.appends_in_attention(vllm_config)
-        self.is_batch_invariant = options.is_batch_invariant()
         self.has_connector_in_layers = options.has_connector_in_layers(vllm_config)
         if options.uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
@@ -300,5 +294,4 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             None if self.sinks is None else self.sinks.detach(),
             layer._k_scale if self.has_float8_cache else None,
             layer._v_scale if self.has_float8_cache else None,
-            self.is_batch_invariant,
         )

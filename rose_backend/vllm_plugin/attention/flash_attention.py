@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from rose_backend.kernels import write_kv
 from rose_backend.kernels.tuning.measured import Table, constants
-from rose_backend.vllm_plugin.options import FLOAT8_DTYPES, is_batch_invariant
+from rose_backend.vllm_plugin.options import FLOAT8_DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +68,6 @@ def uses_flash_attention(vllm_config: VllmConfig) -> bool:
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     if (
         model_config is None
-        or is_batch_invariant()
         or not current_platform.is_cuda()
         or not current_platform.is_device_capability_family(90)
         or model_config.dtype not in (torch.float16, torch.bfloat16)

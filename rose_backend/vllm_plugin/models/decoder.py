@@ -26,7 +26,6 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -43,11 +42,9 @@ from rose_backend.kernels import (
     PackedLinear,
     PackedNorm,
     adapter_rows,
-    batch_invariant_linear,
     embed_tokens,
     empty_rows,
 )
-from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -55,14 +52,13 @@ from rose_backend.layers.linear import (
     Mlp,
     Norm,
     ResidualStream,
-    batch_invariant_layer,
     packs_layers,
 )
 from rose_backend.vllm_plugin.models.float8_weights import LoadedFloat8, float8_scales, max_float8_rows
 from rose_backend.vllm_plugin.models.int4_method import RoseInt4Method, added_bias
 from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, max_int4_rows
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
-from rose_backend.vllm_plugin.options import is_batch_invariant, rose_options
+from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import logger
 
@@ -256,26 +252,6 @@ def _copy_gate_up(
     param.data.copy_(loaded_weight)
 
 
-class BatchInvariantHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """The head's product in one order for any number of rows, as vLLM's method of its module.
-
-    Args:
-        workspace: of the engine.
-    """
-
-    def __init__(self, workspace: Workspace) -> None:
-        super().__init__()
-        self._workspace = workspace
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leave the weight as it is, also on a CPU."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [R, V'] of hidden states [R, E] in their dtype."""
-        with self._workspace:
-            return batch_invariant_linear(x, layer.weight.t(), bias)
-
-
 def norm_of(module: Any) -> Norm:
     """Return vLLM's ``RMSNorm``."""
     return Norm(module.weight.data, None, module.variance_epsilon)
@@ -345,12 +321,7 @@ class ModuleAttention:
         # A KV connector may have its own work before a layer's attention.
         self.appends = layer.appends_in_attention and not layer.has_connector_in_layers
         self.last_tokens = None
-        self.rotates = (
-            self.decodes_only
-            and self.appends
-            and metadata.max_decode_query_len == 1
-            and not layer.is_batch_invariant
-        )
+        self.rotates = self.decodes_only and self.appends and metadata.max_decode_query_len == 1
         if self.decodes_only and self.appends:
             # Layers of one group and window share a plan.
             contexts = map(get_attention_context, self._names)
@@ -395,7 +366,6 @@ class RoseDecoder:
 
     model: Any
     """vLLM's module with the decoder layers, such as ``LlamaModel``."""
-    lm_head: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -403,7 +373,6 @@ class RoseDecoder:
         has_ranks = get_tensor_model_parallel_world_size() > 1
         self._all_reduce = tensor_model_parallel_all_reduce if has_ranks else None
         layers, device = self.model.layers, self.model.norm.weight.device
-        self._is_batch_invariant = is_batch_invariant()
         # A rank's product is a part of what is added: the residual cannot be added in the same kernel.
         packs = not has_ranks and packs_layers(self.rose_switches, device)
         self.rose_constants = RoseConstants(layers[0].self_attn.rotary_emb, device)
@@ -430,18 +399,13 @@ class RoseDecoder:
             else max_float8_rows(self.rose_switches, scales, vllm_config.model_config.dtype)
         )
         self._max_packed_rows = None if scheme is None else max_int4_rows(self.rose_switches)
-        if self._is_batch_invariant:
-            self.lm_head.quant_method = BatchInvariantHead(self._attention[0].impl.workspace)
         self._lora_manager: Any = None
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         for index, attention in enumerate(self._attention):
             attention.impl.after_loading = partial(self._update_layer, index)
 
     def _update_layer(self, index: int) -> None:
-        layer = self._loaded[index].read()
-        if self._is_batch_invariant:
-            layer = batch_invariant_layer(layer)
-        self._layers[index] = layer
+        layer = self._layers[index] = self._loaded[index].read()
         self._rotations[index] = HeadRotation(
             self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
         )
@@ -548,7 +512,6 @@ class RoseDecoder:
             max_packed_rows=self._max_packed_rows,
             deepstack=deepstack,
             held_layers=model.aux_hidden_state_layers,
-            batch_invariant=self._is_batch_invariant,
         )
         first_norm = decoder.first_norm(num_tokens, attention)
         if inputs_embeds is not None:

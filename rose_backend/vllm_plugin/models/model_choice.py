@@ -247,6 +247,7 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         "this weight transfer backend": transfer not in (None, *_WEIGHT_TRANSFERS),
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
         "this linear backend": vllm_config.kernel_config.linear_backend != "auto",
+        "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
     }
     return (
         first_reason(reasons)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.block_table import get_block_table_width
 
@@ -23,12 +22,10 @@ from rose_backend.kernels import (
     Float8Weight,
     HeadRotation,
     adapter_rows,
-    batch_invariant_linear,
     embed_tokens,
 )
 from rose_backend.kernels.arguments import SCALED_BLOCK, WEIGHT_DTYPE
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.linear.batch_invariant import differing_row_counts
 from rose_backend.kernels.pointwise import ops
 from rose_backend.kernels.tuning.choices import decode_kind, int4_kind, row_counts
 from rose_backend.layers.decoder import Decoder, run_layers
@@ -38,7 +35,6 @@ from rose_backend.layers.linear import (
     Mlp,
     Norm,
     ResidualStream,
-    batch_invariant_layer,
     fewest_halved_rows,
     int4_product,
     pack_layer,
@@ -72,19 +68,8 @@ def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
     recorded = (RecordedDecoder if is_decoder else RecordedAttention)(vllm_config, layer)
     for metadata in recorded_steps(vllm_config, layer):
         recorded.run(metadata)
-    if is_decoder and layer.is_batch_invariant:
-        _launch_heads(vllm_config)
     if GPT2 in architectures:
         _launch_gpt2(vllm_config)
-
-
-def _launch_heads(vllm_config: VllmConfig) -> None:
-    """Launch the head's products of ``BatchInvariantHead``, of each number of rows that it is compiled apart for."""
-    model, most = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
-    width, padded_size = model.get_hidden_size(), pad_vocab_size(model.get_vocab_size())
-    weight = torch.empty((padded_size, width), dtype=model.dtype, device=_META).t()
-    for num_rows in differing_row_counts([(width, padded_size)], most, _num_processors()):
-        batch_invariant_linear(weight.new_empty((num_rows, width)), weight)
 
 
 def _launch_gpt2(vllm_config: VllmConfig) -> None:
@@ -132,24 +117,12 @@ def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentio
     halved = fewest_halved_rows(vllm_config.model_config.get_hidden_size(), _num_processors())
     if query_len < halved <= vllm_config.scheduler_config.max_num_batched_tokens:
         yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
-    if layer.is_batch_invariant:
-        most = vllm_config.scheduler_config.max_num_batched_tokens
-        for num_tokens in differing_row_counts(_shapes(vllm_config, layer), most, _num_processors()):
-            yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
     if _has_int4_products(vllm_config, layer):
         most = max_int4_rows(rose_options(vllm_config))
         limit = min(most, vllm_config.scheduler_config.max_num_batched_tokens)
         for num_tokens in row_counts(limit, int4_kind):
             # Rose's kernel multiplies prompts of few tokens, too.
             yield builder.build(0, recorded_step(vllm_config, [num_tokens]))
-
-
-def _shapes(vllm_config: VllmConfig, layer: Any) -> list[tuple[int, int]]:
-    """Return the shapes [E, O] of a layer's products."""
-    decoder = recorded_layer(vllm_config, layer)
-    assert isinstance(decoder.mlp, Mlp), "experts are refused"
-    products = (decoder.qkv, decoder.attn_out, decoder.mlp.gate_up, decoder.mlp.down)
-    return [(product.weight.shape[0], product.weight.shape[1]) for product in products]
 
 
 def _has_int4_products(vllm_config: VllmConfig, layer: Any) -> bool:
@@ -218,8 +191,7 @@ class RecordedAttention:
     @property
     def rotates(self) -> bool:
         """Whether attention may rotate in the step."""
-        is_row_each = self.decodes_only and self.metadata.max_decode_query_len == 1
-        return self.appends and is_row_each and not self._layer.is_batch_invariant
+        return self.appends and self.decodes_only and self.metadata.max_decode_query_len == 1
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
         """Launch a step of one layer, of each layout of its queries, keys and values."""
@@ -280,8 +252,6 @@ class RecordedDecoder:
         self._final_norm = decoder.attn_norm
         if _packs(vllm_config):
             decoder = pack_layer(decoder)
-        if layer.is_batch_invariant:
-            decoder = batch_invariant_layer(decoder)
         table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
         self._decoder, self._layer = decoder, layer
         scales = float8_scales(vllm_config.quant_config)
@@ -301,15 +271,14 @@ class RecordedDecoder:
         self._attention = RecordedAttention(vllm_config, layer)
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
-        """Launch a step; of decodes and with batch invariance, where layers pass on what norms need, two layers."""
+        """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
         slots = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=_META)
         for rows in (None, adapter_rows(slots)) if self._has_adapters else (None,):
             self._run(metadata, rows)
 
     def _run(self, metadata: RoseAttentionMetadata, rows: AdapterRows | None) -> None:
         num_tokens, layer = metadata.num_actual_tokens, self._layer
-        passes_on = metadata.decodes_only or layer.is_batch_invariant
-        layers = [self._decoder] * (2 if passes_on else 1)
+        layers = [self._decoder] * (2 if metadata.decodes_only else 1)
         positions = torch.empty(num_tokens, dtype=torch.int64, device=_META)
         input_ids = positions if self._has_mrope else positions.int()
         decoder = Decoder(
@@ -324,7 +293,6 @@ class RecordedDecoder:
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
             adapter_rows=rows,
             max_packed_rows=self._max_packed_rows,
-            batch_invariant=layer.is_batch_invariant,
         )
         self._attention.metadata = metadata
         first_norm = decoder.first_norm(num_tokens, self._attention)
