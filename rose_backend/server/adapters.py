@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rose_backend.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 MAX_NAME_LENGTH = 256
+_MAX_SHOWN_PATH = 200
 """Characters of an adapter's name."""
 _MAX_PATH_LENGTH = 4096
 """Characters, as of Linux: following longer ones takes quadratic time."""
@@ -199,15 +201,17 @@ class ServedAdapters:
             )
         if not exists:
             raise ApiError(
-                404, f"Loading lora {name} failed: No adapter found for {path[:200]}", param="lora_path"
+                404,
+                f"Loading lora {name} failed: No adapter found for {path[:_MAX_SHOWN_PATH]}",
+                param="lora_path",
             )
         return str(directory)
 
 
 def _with_path(error: RequestError, path: str, given: str) -> RequestError:
     """Return a refusal that shows a path as the client gave it: the server's directories are not its business."""
-    text = str(error)
-    # Some show it as it is, others as Python writes strings.
-    for shown, own in ((path, given), (repr(path)[1:-1], repr(given)[1:-1])):
-        text = text.replace(shown, own)
+    own = given[:_MAX_SHOWN_PATH]
+    # Some refusals show it as it is, others as Python writes strings.
+    shown = {repr(path)[1:-1]: repr(own)[1:-1], path: own}
+    text = re.sub("|".join(map(re.escape, shown)), lambda match: shown[match[0]], str(error))
     return RequestError(text, parameter=error.parameter)

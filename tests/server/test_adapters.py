@@ -421,6 +421,10 @@ def test_clients_see_paths_as_they_gave_them(server: LiveServer, case: AdapterCa
         assert answer.status_code == 400 and error_of(answer)["param"] == "lora_path"
         message = error_of(answer)["message"]
         assert repr(path)[1:-1] in message and (path.startswith("/") or str(folder) not in message), message
+    # Where the folder's path is part of what was given.
+    around = f"{folder}/damaged" + "/../damaged" * 99
+    message = error_of(load(server, "a", around))["message"]
+    assert message.count("/../damaged") < 20 and len(message) < 1000, message
     for path in ("./adapter2", str(folder / "adapter2")):
         assert load(server, "a", path).status_code == 200
         assert server.http.get("/v1/models").json()["data"][-1]["root"] == path

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import openai
 import pytest
@@ -311,13 +312,18 @@ def test_unknown_routes_and_methods(server: LiveServer) -> None:
         ("POST", "/v1/embeddings", 404),
         ("POST", "/v1/load_lora_adapter", 404),
         ("POST", "/v1/models", 405),
+        ("POST", "/v1/completions%0A", 404),
+        ("POST", "/v1/chat/completions%0A", 404),
+        ("GET", "/health%0A", 404),
+        ("PUT", "/ping", 405),
         ("GET", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),
     ):
         answer = server.http.request(method, path)
         assert answer.status_code == status
-        assert error_of(answer)["message"].startswith(f"{method} {path}: ")
+        assert error_of(answer)["message"].startswith(f"{method} {unquote(path)}: ")
+    assert set(server.http.put("/ping").headers["allow"].split(", ")) == {"GET", "POST"}
 
 
 def test_no_answer_sends_a_client_elsewhere(server: LiveServer) -> None:
@@ -373,6 +379,7 @@ def test_sizes_of_bodies(tiny_model_path: Path) -> None:
             assert answer.status_code == 413
             assert error_of(answer)["code"] == "body_too_large"
             assert "allowed are at most 1000" in error_of(answer)["message"]
+        assert small.http.post("/v1/unknown", content=large, headers=headers).status_code == 413
         assert "at most 2" in error_of(small.complete(prompt=["a"] * 3))["message"]
 
 
