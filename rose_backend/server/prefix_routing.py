@@ -109,7 +109,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidates, each as a rank of its own, the best one first."""
+        """Return the candidates in separate ranks, the best one first."""
         async with self._lock:
             # Let the request that was routed before this one be sent first, so that it is in the counts.
             await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """``rose serve --replicas``: several engines behind one server, as a Ray Serve application with one replica per GPU.
 
-The process that serves HTTP then has no engine of its own. Its ``ReplicatedEngine`` tokenizes each prompt and passes it
+The process that serves HTTP then has no engine. Its ``ReplicatedEngine`` tokenizes each prompt and passes it
 to Ray Serve, whose ``PrefixRouter`` (``prefix_routing.py``) chooses the ``EngineReplica`` that computes it. Ray Serve
 monitors replicas, replaces those that die, and drains those that it stops.
 """

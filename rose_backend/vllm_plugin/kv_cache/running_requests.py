@@ -99,7 +99,7 @@ class RunningRequests:
     tokens_per_decode: int = 1
     """Tokens that a decode computes in a step: 1, plus the number of drafts."""
     num_lookahead_tokens: int = 0
-    """KV slots that vLLM reserves after these tokens, for a drafter with K/V of its own."""
+    """KV slots that vLLM reserves after these tokens, for a drafter that has its own K/V."""
     row_of: dict[str, int] = field(default_factory=dict)
     """The row of each request, by its id."""
     requests: dict[int, Request] = field(default_factory=dict)

@@ -46,8 +46,8 @@ class RequestConstants:
     """Number of output tokens from which the next one is the last."""
     stop_token_ids: frozenset[int | None]
     has_tokens_only: bool
-    """Whether outputs carry nothing but tokens and their log-probabilities: the request has no grammar, session, trace
-    or draft counts of its own."""
+    """Whether outputs carry nothing but tokens and their log-probabilities: the request has no grammar, session or
+    trace, and is not told its numbers of drafts."""
     has_logprobs: bool
     has_grammar: bool
 
@@ -302,8 +302,8 @@ class DecodeBatch:
         running: these requests, in vLLM's order.
         requests: those of them that get a token; the others wait for their last token from a step in flight.
         constants: of each of ``requests``.
-        numbers: int64 ``[5, N]``, with drafts ``[6, N]``: one column for each of ``requests``, indexed by ``_ROW`` and
-            the names beside it.
+        numbers: int64 ``[5, N]``, with drafts ``[6, N]``: one column for each of ``requests``; ``_ROW`` and the
+            constants defined with it are the indices of its rows.
         holders: all requests that hold blocks, these among them.
         max_model_len: of the engine.
     """
@@ -395,7 +395,7 @@ class DecodeBatch:
                 positions.append(position)
         if not requests:
             return None
-        # After steps of a batch they may be out of date, for a request that has left it and come back.
+        # After steps of a batch they may be out of date, for a request that has left it and joined again.
         noted = known_constants if last is None else {}
         constants = [noted.get(each) or RequestConstants.of(each, max_model_len) for each in new_requests]
         rows = [holders.row_of[request.request_id] for request in new_requests]
