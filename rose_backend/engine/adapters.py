@@ -107,7 +107,7 @@ class AdapterTable:
                     return known
                 is_full = len(self._held) == self._slots.num_slots
             if is_full and kept is not None:
-                # What cannot be loaded takes no other's place.
+                # Check the files first: an adapter that does not fit must not evict another one.
                 with _refusing():
                     self._slots.check(Path(lora.lora_path))
             with self._lock:
@@ -207,7 +207,7 @@ class AdapterTable:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Let what goes wrong with the files of an adapter be the refusal of its path."""
+    """Turn any error in the files of an adapter into a refusal of its path."""
     try:
         yield
     except Exception as error:

@@ -82,7 +82,7 @@ class Grammar:
         self.error = f"{_field(self._params)}: its grammar cannot go on ({reason})"
 
     def may_begin_with(self, token_ids: Sequence[int]) -> bool:
-        """Return whether one of ``token_ids`` may be the first; of a grammar that has followed nothing."""
+        """Return whether one of ``token_ids`` may be the first token. Call it before ``follow``."""
         if self._begins_after is not None:
             return True
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
@@ -174,7 +174,8 @@ class GrammarCompiler:
         """Return a grammar that has followed nothing.
 
         Raises:
-            RequestError: it is not valid, too large, or the model has no end token; or no allowed token may be first.
+            RequestError: it is not valid, too large, or the model has no end token; or ``allowed_token_ids`` has
+                no token that may be the first one.
         """
         structured = params.structured_outputs
         assert structured is not None

@@ -196,10 +196,10 @@ class Ready(Message):
     num_blocks: int
     counters: Counters
     eos_token_ids: tuple[int, ...]
-    """Of the model."""
+    """The model's end-of-sequence tokens."""
 
     def input_processor(self, tokenizer: Tokenizer) -> InputProcessor:
-        """Return what makes this engine's inputs of prompts."""
+        """Return the processor that makes this engine's inputs from prompts."""
         return InputProcessor(
             tokenizer,
             vocab_size=self.vocab_size,
@@ -309,7 +309,7 @@ def _write(value: object) -> object:
         return value.item()
     for kind in (str, int, float):
         if isinstance(value, kind):
-            # Of a class of the caller's own.
+            # Of a subclass, which msgspec does not encode.
             return kind(value)
     return write_backend(value)
 

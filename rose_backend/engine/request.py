@@ -305,7 +305,7 @@ class InputProcessor:
         max_model_len: prompt plus output, in tokens.
         max_num_seqs: completions that may run at once.
         seed: of the engine; requests without a seed derive theirs from it and their number.
-        eos_token_ids: of the model.
+        eos_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class InputProcessor:
         max_model_len: int,
         max_num_seqs: int,
         seed: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int],
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -460,7 +460,7 @@ class InputProcessor:
     def _check_drawable(self, params: SamplingParams, bad_words_token_ids: list[list[int]]) -> None:
         """Raise RequestError if no token may be the first one of the answer, whatever the model and a grammar say."""
         forbidden = {word[0] for word in bad_words_token_ids if len(word) == 1}
-        # A grammar lets a text that can only end do so before min_tokens.
+        # With a grammar, a text that cannot go on may end before min_tokens.
         if params.min_tokens and params.structured_outputs is None:
             forbidden.update(params.stop_token_ids or (), () if params.ignore_eos else self.eos_token_ids)
         given = params.allowed_token_ids

@@ -39,7 +39,7 @@ class ServedAdapter:
     parent: str
     """Name of the base model."""
     root: str
-    """Its path as it was given: clients see it."""
+    """Its path as it was given, which clients see."""
     num_requests: int = 0
     """Those that hold it. Each may have prompts that the engine does not know yet."""
 
@@ -209,7 +209,7 @@ class ServedAdapters:
 
 
 def _with_path(error: RequestError, path: str, given: str) -> RequestError:
-    """Return a refusal that shows a path as the client gave it: the server's directories are not its business."""
+    """Return the refusal with the path as the client gave it, so that it does not show the server's directories."""
     own = given[:_MAX_SHOWN_PATH]
     # Some refusals show it as it is, others as Python writes strings.
     shown = {repr(path)[1:-1]: repr(own)[1:-1], path: own}

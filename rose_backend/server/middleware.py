@@ -83,7 +83,7 @@ class Middleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        # What others answer does not depend on a body.
+        # Routes whose answer depends on the body; for others any content type will do.
         self._body_routes = _BODY_ROUTES
         if service.settings.runtime_lora_dir is None:
             self._body_routes -= _ADAPTER_ROUTES

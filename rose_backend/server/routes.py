@@ -387,7 +387,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ping", response_class=Response, tags=["operations"])
 @router.post("/ping", response_class=Response, tags=["operations"])
-# Answers both, and so names both where another method is refused; those above are for the schema, one id each.
+# This one answers, so that a refusal of another method names both; those above give the schema one operation id each.
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
 async def ping(request: Request) -> Response:
     """Report the same as ``/health``, where SageMaker looks for it."""

@@ -34,7 +34,9 @@ def make(
         bytes_per_block=1,
     )
     tokenizer = Tokenizer(TokenizerParts(KINDS["byte-level"]().backend, False, {}, {}))
-    processor = InputProcessor(tokenizer, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)
+    processor = InputProcessor(
+        tokenizer, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0, eos_token_ids=()
+    )
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
     state = SequenceState(max_num_seqs, 40, ())
     return (

@@ -35,7 +35,9 @@ def tokenizer(tiny_model_path: Path) -> Tokenizer:
 
 
 def make(tokenizer: Tokenizer, **params: Any) -> Completion:
-    processor = InputProcessor(tokenizer, vocab_size=2560, max_model_len=512, max_num_seqs=8, seed=0)
+    processor = InputProcessor(
+        tokenizer, vocab_size=2560, max_model_len=512, max_num_seqs=8, seed=0, eos_token_ids=()
+    )
     return processor.make(PROMPT, replace(LONG, **params)).completions[0]
 
 

@@ -41,7 +41,7 @@ NUM_ROWS, VOCAB_SIZE = 24, 2560
 
 def make_input_processor(path: Path) -> InputProcessor:
     sizes = {"vocab_size": VOCAB_SIZE, "max_model_len": 1024, "max_num_seqs": 4}
-    return InputProcessor(Tokenizer(path), **sizes, seed=0)
+    return InputProcessor(Tokenizer(path), **sizes, seed=0, eos_token_ids=())
 
 
 def vllm_params(path: Path, fields: dict[str, Any]) -> Any:

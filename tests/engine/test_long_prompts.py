@@ -178,7 +178,9 @@ def test_cuts_anywhere_are_allowed_for(
 
 
 def processor_of(tokenizer: Tokenizer) -> InputProcessor:
-    return InputProcessor(tokenizer, vocab_size=1000, max_model_len=WINDOW, max_num_seqs=8, seed=0)
+    return InputProcessor(
+        tokenizer, vocab_size=1000, max_model_len=WINDOW, max_num_seqs=8, seed=0, eos_token_ids=()
+    )
 
 
 def test_the_rest_of_a_text_that_cannot_fit_is_not_tokenized(tokenizer: Tokenizer, spy: Spy) -> None:
@@ -213,7 +215,9 @@ def test_half_a_character_in_a_long_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [10, (1 << 16) - 1, 1 << 16, 150_000])
 def test_long_lists_of_ids(length: int) -> None:
-    processor = InputProcessor(None, vocab_size=1000, max_model_len=200_000, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
+    processor = InputProcessor(
+        None, vocab_size=1000, max_model_len=200_000, max_num_seqs=8, seed=0, eos_token_ids=()
+    )  # type: ignore[arg-type]
     ids = [index % 1000 for index in range(length)]
     params = SamplingParams(max_tokens=1)
     for prompt in (ids, tuple(ids), np.array(ids)):

@@ -26,7 +26,9 @@ NEVER = "never seen in a text"
 
 @cache
 def _processor(directory: Path) -> InputProcessor:
-    return InputProcessor(Tokenizer(directory), vocab_size=1000, max_model_len=512, max_num_seqs=8, seed=0)
+    return InputProcessor(
+        Tokenizer(directory), vocab_size=1000, max_model_len=512, max_num_seqs=8, seed=0, eos_token_ids=()
+    )
 
 
 @pytest.fixture(params=KINDS)

@@ -63,7 +63,9 @@ class Server:
 
     def __init__(self, directory: Path, params: SamplingParams, *, is_chat: bool) -> None:
         tokenizer = Tokenizer(directory)
-        processor = InputProcessor(tokenizer, vocab_size=1000, max_model_len=200_000, max_num_seqs=8, seed=0)
+        processor = InputProcessor(
+            tokenizer, vocab_size=1000, max_model_len=200_000, max_num_seqs=8, seed=0, eos_token_ids=()
+        )
         self.request = processor.make(PROMPT, params, is_streaming=True)
         (self.completion,) = self.request.completions
         self.completion.text.token_ids = CountingList()

@@ -69,7 +69,9 @@ def test_the_last_part_of_a_character_is_called_by_all_of_it(name: str) -> None:
 def test_outputs_call_tokens_by_those_in_front_of_them(name: str, streams: bool, tmp_path: Path) -> None:
     kind = kind_named(name)
     tokenizer = Tokenizer(save(kind, tmp_path))
-    processor = InputProcessor(tokenizer, vocab_size=1000, max_model_len=512, max_num_seqs=8, seed=0)
+    processor = InputProcessor(
+        tokenizer, vocab_size=1000, max_model_len=512, max_num_seqs=8, seed=0, eos_token_ids=()
+    )
     tokens = spelled(name, utf8("🙂a中"))
     output = Play(processor, [kind.words[0]], streams=streams, logprobs=0).finish(tokens, [])
     assert output.logprobs is not None

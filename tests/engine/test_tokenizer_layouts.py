@@ -128,7 +128,7 @@ def test_special_tokens(tokenizer: Tokenizer, expected: Any) -> None:
 
 def test_completions_and_conversations(name: str, tokenizer: Tokenizer, expected: Any) -> None:
     processor = InputProcessor(
-        tokenizer, vocab_size=len(expected), max_model_len=4096, max_num_seqs=1, seed=0
+        tokenizer, vocab_size=len(expected), max_model_len=4096, max_num_seqs=1, seed=0, eos_token_ids=()
     )
     for text in filter(expected.encode, texts_of(expected)):
         assert processor.process(text, SamplingParams()).token_ids.tolist() == expected.encode(text)
@@ -171,7 +171,9 @@ def test_a_long_prompt_is_whole(name: str, directories: dict[str, Path]) -> None
     tokenizer = Tokenizer(directories[name])
     text = "Once upon a time there was a rose"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    processor = InputProcessor(tokenizer, vocab_size=400, max_model_len=20, max_num_seqs=1, seed=0)
+    processor = InputProcessor(
+        tokenizer, vocab_size=400, max_model_len=20, max_num_seqs=1, seed=0, eos_token_ids=()
+    )
     with pytest.raises(RequestError, match="allowed are at most 19"):
         processor.process(text * 20, SamplingParams())
 
@@ -259,7 +261,9 @@ def test_nobody_waits_for_the_process(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_token_that_the_model_does_not_have(directories: dict[str, Path]) -> None:
     tokenizer = Tokenizer(directories["qwen2"])
-    processor = InputProcessor(tokenizer, vocab_size=379, max_model_len=40, max_num_seqs=1, seed=0)
+    processor = InputProcessor(
+        tokenizer, vocab_size=379, max_model_len=40, max_num_seqs=1, seed=0, eos_token_ids=()
+    )
     assert processor.process("hi <|im_start|>", SamplingParams()).token_ids[-1] == 378
     with pytest.raises(RequestError, match=r"prompt: .* '<\|im_end\|>', token 379, allowed are .* up to 378"):
         processor.process("hi <|im_end|> there", SamplingParams())
