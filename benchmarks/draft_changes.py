@@ -47,9 +47,9 @@ def accepting(device: str) -> Iterator[Callable[[Sequence[float]], None]]:
     # On the device for captured steps, which read them there.
     on_device, on_host, rng = torch.zeros(NUM_DRAFTS, device=device), [0.0] * NUM_DRAFTS, random.Random(0)
 
-    def look(self: ShadowDrafts[int], requests: Sequence[int]) -> int:
+    def look(self: ShadowDrafts[int], requests: Sequence[int]) -> list[bool]:
         chance = rng.random()
-        return sum(chance < rate for rate in on_host)
+        return [chance < rate for rate in on_host]
 
     def accept(rates: Sequence[float]) -> None:
         on_host[:] = rates
@@ -63,7 +63,7 @@ def accepting(device: str) -> Iterator[Callable[[Sequence[float]], None]]:
 def run(
     llm: Any, options: argparse.Namespace, accept: Callable[[Sequence[float]], None]
 ) -> list[dict[str, float]]:
-    """Return a point for every ``WINDOW`` steps: its first step, tokens per second, share of steps with drafts."""
+    """Return a point for every ``WINDOW`` steps: its first step, tokens per second, drafts of a request in a step."""
     from rose_backend import SamplingParams
 
     core, depth = llm.core, None
@@ -86,13 +86,14 @@ def run(
                 start, tokens, num_drafted = time.perf_counter(), core.stats.generated_tokens, 0
                 for _ in range(WINDOW):
                     core.step()
-                    num_drafted += drafts is not None and (depth is None or depth._chosen > 0)
+                    if drafts is not None:
+                        num_drafted += NUM_DRAFTS if depth is None else depth._chosen
                 seconds = time.perf_counter() - start
                 points.append(
                     {
                         "step": len(points) * WINDOW,
                         "tokens_per_s": (core.stats.generated_tokens - tokens) / seconds,
-                        "with_drafts": num_drafted / WINDOW,
+                        "drafts": num_drafted / WINDOW,
                     }
                 )
     for request in requests:
@@ -101,7 +102,7 @@ def run(
 
 
 def steps_to_change(points: Sequence[dict[str, float]], num_steps: int) -> list[int | None]:
-    """Return after how many steps of each kind of text but the first the other number of drafts is in use for good.
+    """Return after how many steps of each kind of text but the first most drafts, or few, are in use for good.
 
     For good: in most windows that follow. None: it never is.
     """
@@ -109,8 +110,8 @@ def steps_to_change(points: Sequence[dict[str, float]], num_steps: int) -> list[
     per_kind = num_steps // WINDOW
     for kind in range(1, len(RATES)):
         wants_drafts = RATES[kind][0] > 0.5
-        shares = [point["with_drafts"] for point in points[kind * per_kind : (kind + 1) * per_kind]]
-        is_right = [(share > 0.5) == wants_drafts for share in shares]
+        of_kind = points[kind * per_kind : (kind + 1) * per_kind]
+        is_right = [(point["drafts"] > NUM_DRAFTS / 2) == wants_drafts for point in of_kind]
         settled = (
             index
             for index in range(per_kind)

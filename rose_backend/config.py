@@ -143,8 +143,8 @@ class PluginConfig(Switches):
     """Replay whole steps as CUDA graphs, inputs, sampling and update included; off: the layers alone, and vLLM launches
     the rest. Needs full CUDA graphs."""
     adaptive_drafts: bool = True
-    """Make drafts (n-grams, EAGLE, MTP) only while steps with them are measured to give more tokens per second than
-    steps without; off: in all steps. Needs batched scheduling."""
+    """Make as many of the drafts (n-grams, EAGLE, MTP) in a step as are measured to give the most tokens per second,
+    all, some or none; off: all in each step. Needs batched scheduling."""
     joined_outputs: bool = True
     """Merge, per request, the outputs that wait for a busy API server; off: it handles one step's outputs after the
     other."""
@@ -320,7 +320,7 @@ class EngineConfig(Switches):
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     """Drafts, which decode steps verify: the fields of ``SpeculativeConfig``, as which it is kept. None: no drafts."""
     adaptive_drafts: bool = True
-    """Make drafts only in steps in which they give more tokens per second, as measured; off: in all."""
+    """Make as many drafts in a step as give the most tokens per second, as measured; off: all in each."""
     enable_lora: bool = False
     """Take LoRA adapters, whose slots are allocated at the start."""
     max_loras: int = MAX_LORAS

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import random
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend.draft_depth import DraftDepth, ShadowDrafts, look_up
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts, draft_depths, look_up
 
 NUM_DRAFTS = 3
-TIMES = {0: 1.0, NUM_DRAFTS: 1.6}
+TIMES = {0: 1.0, 1: 1.5, NUM_DRAFTS: 1.6}
 """Of a step, by drafts."""
 
 
@@ -26,12 +29,15 @@ class Engine:
     """
 
     def __init__(
-        self, depth: DraftDepth, times: Callable[[int, int], float] = lambda drafts, _: TIMES[drafts]
+        self,
+        depth: DraftDepth,
+        times: Callable[[int, int], float] = lambda drafts, _: TIMES[drafts],
+        seed: int = 3,
     ) -> None:
-        self.depth, self._times, self._rng = depth, times, random.Random(3)
+        self.depth, self._times, self._rng = depth, times, random.Random(seed)
         self.chosen: list[int] = []
         self.seconds = self.tokens = 0.0
-        self._last = NUM_DRAFTS
+        self._last = depth.num_drafts
 
     def run(self, num_steps: int, num_requests: int, share: float) -> None:
         for _ in range(num_steps):
@@ -40,16 +46,18 @@ class Engine:
             self._last = self.depth.choose(num_requests)
             self.chosen.append(self._last)
             seconds = self._times(drafts, num_requests) * self._rng.uniform(0.95, 1.05)
-            accepted = [self._accept(share) for _ in range(num_requests)]
+            accepted = np.array([self._accept(share) for _ in range(num_requests)])
+            # Without drafts those of one request are known.
+            shares = accepted[:, :drafts].mean(0) if drafts else accepted[0]
             self.seconds += seconds
-            self.tokens += num_requests + sum(accepted) * (drafts > 0)
+            self.tokens += num_requests * (1 + shares.sum() * (drafts > 0))
             if drafts == self._last:
                 self.depth.note_time(drafts, num_requests, seconds)
-            # Without drafts those of one request are known.
-            self.depth.note_accepted(sum(accepted) / num_requests if drafts else accepted[0])
+            self.depth.note_accepted(shares.tolist())
 
-    def _accept(self, share: float) -> int:
-        return [*(self._rng.random() < share for _ in range(NUM_DRAFTS)), False].index(False)
+    def _accept(self, share: float) -> list[bool]:
+        are_accepted = (self._rng.random() < share for _ in range(self.depth.num_drafts))
+        return list(itertools.accumulate(are_accepted, operator.and_))
 
 
 @pytest.mark.parametrize("num_requests", [1, 32, 256])
@@ -57,8 +65,26 @@ class Engine:
 def test_the_better_number_is_chosen(num_requests: int, share: float, best: int) -> None:
     engine = Engine(DraftDepth(NUM_DRAFTS))
     engine.run(300, num_requests, share)
-    assert set(engine.chosen) == {0, NUM_DRAFTS}
-    assert engine.chosen[60:].count(best) > 0.95 * len(engine.chosen[60:])
+    assert set(engine.chosen) == {0, 1, NUM_DRAFTS}
+    assert engine.chosen[80:].count(best) > 0.95 * len(engine.chosen[80:])
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "expected"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 3)), (5, (0, 1, 3, 5)), (7, (0, 1, 3, 7)), (8, (0, 8))],
+)
+def test_numbers_between_all_and_none(num_drafts: int, expected: tuple[int, ...]) -> None:
+    assert draft_depths(num_drafts) == expected
+
+
+@pytest.mark.parametrize(("share", "best"), [(0.95, NUM_DRAFTS), (0.6, 1), (0.05, 0)])
+def test_some_of_the_drafts_may_be_best(share: float, best: int) -> None:
+    engine = Engine(DraftDepth(NUM_DRAFTS), lambda drafts, _: (1.0, 1.25, 1.6, 2.0)[drafts])
+    engine.run(1000, 32, share)
+    assert engine.chosen[-500:].count(best) > 0.95 * 500
+    # What later drafts would be accepted is known from before, and found out again.
+    engine.run(8000, 32, 0.95)
+    assert engine.chosen[-500:].count(NUM_DRAFTS) > 0.95 * 500
 
 
 def test_a_drafter_that_is_never_right_costs_next_to_nothing() -> None:
@@ -72,7 +98,30 @@ def test_a_change_of_what_is_written_is_followed_within_200_steps(num_requests: 
     engine = Engine(DraftDepth(NUM_DRAFTS))
     for share, best in ((0.9, NUM_DRAFTS), (0.1, 0), (0.9, NUM_DRAFTS)):
         engine.run(600, num_requests, share)
-        assert engine.chosen[-400:].count(best) > 0.97 * 400
+        assert engine.chosen[-400:].count(best) > 0.96 * 400
+
+
+def test_what_a_head_drafts_is_found_out_again() -> None:
+    """Nothing is known of drafts that a head did not make, and outputs arrive some steps late."""
+    depth, steps = DraftDepth(NUM_DRAFTS), deque([NUM_DRAFTS] * 3)
+
+    def run(num_steps: int, share: float) -> list[int]:
+        chosen = []
+        for _ in range(num_steps):
+            before, drafts = steps.popleft(), steps[0]
+            chosen.append(depth.choose(8))
+            steps.append(chosen[-1])
+            if drafts == before:
+                depth.note_time(drafts, 8, TIMES[drafts])
+            if drafts:
+                depth.note_accepted([share**place for place in range(1, drafts + 1)])
+        return chosen
+
+    assert run(300, 0.0)[-100:].count(0) > 90
+    chosen = run(4000, 0.0)
+    # Of later drafts there is nothing to learn while the first one is never right.
+    assert 5 < chosen.count(1) < 200 and chosen.count(NUM_DRAFTS) == 0
+    assert run(800, 0.9)[-100:].count(NUM_DRAFTS) > 90
 
 
 def test_each_size_of_batch_has_its_own_times() -> None:
@@ -135,7 +184,7 @@ def test_a_trial_without_steps_that_can_be_timed_is_given_up() -> None:
     engine = Engine(depth)
     while depth.choose(8):
         depth.note_time(NUM_DRAFTS, 8, 1.6)
-        depth.note_accepted(2.5)
+        depth.note_accepted([1.0, 0.9, 0.6])
     chosen = [depth.choose(8) for _ in range(1000)]
     assert 0 < chosen.count(0) < 60 and chosen[-1] == NUM_DRAFTS
 
@@ -152,6 +201,40 @@ def test_sizes_that_alternate_change_nothing() -> None:
         engine.run(1, 15 + step // 6 % 2, 0.8)
     chosen = engine.chosen[begin:]
     assert sum(now != then for now, then in itertools.pairwise(chosen)) < 40
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 7, 8, 9, 12])
+def test_sizes_that_alternate_keep_no_drafts_that_do_not_pay(num_steps: int) -> None:
+    engine = Engine(DraftDepth(NUM_DRAFTS))
+    for step in range(2000):
+        engine.run(1, 15 + step // num_steps % 2, 0.0)
+    assert engine.chosen[-1000:].count(0) > 950
+
+
+def test_noise_costs_little() -> None:
+    """Step times that scatter by 30 %, as beside other work on the GPU, cost 3 % of the best number's tokens."""
+    depths, ratios = draft_depths(7), []
+    for seed, share in itertools.product(range(4), (0.6, 0.8)):
+        noise = random.Random(seed)
+
+        def seconds(drafts: int, _: int, noise: random.Random = noise) -> float:
+            return (1 + 0.3 * drafts) * noise.lognormvariate(0, 0.3)
+
+        engine = Engine(DraftDepth(depths[-1]), seconds, seed)
+        engine.run(2000, 32, share)
+        tokens = {depth: sum(share**place for place in range(depth + 1)) for depth in depths}
+        best = 32 * max(tokens[depth] / (1 + 0.3 * depth) for depth in depths)
+        # The mean of such times is longer than their median.
+        ratios.append(engine.tokens / engine.seconds * math.exp(0.3**2 / 2) / best)
+    assert sum(ratios) / len(ratios) > 0.96
+
+
+def test_steps_that_take_no_time_are_not_counted() -> None:
+    depth = DraftDepth(NUM_DRAFTS)
+    for _ in range(100):
+        depth.note_time(depth.choose(8), 8, 0.0)
+        depth.note_accepted([1.0] * NUM_DRAFTS)
+    assert depth.choose(8) == NUM_DRAFTS
 
 
 def test_nothing_is_tried_before_anything_is_known() -> None:
@@ -201,12 +284,12 @@ def test_right_drafts_are_counted_once_their_tokens_are_known() -> None:
         request.tokens.append(token)
         assert shadow.look([request]) is None
     request.tokens.append(9)
-    assert shadow.look([request]) == 2
+    assert shadow.look([request]) == [True, True, False]
     # Drafted: 9, as nothing like it has been there.
     request.tokens += [9, 9, 9, 9]
-    assert shadow.look([request]) == 3
+    assert shadow.look([request]) == [True] * 3
     request.tokens += [5, 9, 9]
-    assert shadow.look([request]) == 0
+    assert shadow.look([request]) == [False] * 3
 
 
 def test_requests_take_turns_and_may_end() -> None:
@@ -223,6 +306,6 @@ def test_requests_take_turns_and_may_end() -> None:
         if step == 8:
             requests[1].runs = False
             del requests[1]
-    assert 2 in seen and 0 in seen
-    assert shadow.look([]) in (None, 0, 2)
+    assert [True, True] in seen and [False, False] in seen
+    assert shadow.look([]) in (None, [False, False], [True, True])
     assert shadow.look([]) is None

@@ -75,7 +75,7 @@ CALLED_FROM_OUTSIDE = {
     "vLLM's KV connectors, of blocks": {"get_unhashed_block_ids", "is_null"},
     "vLLM's engine, of a step's output": {"get_output", "get_kv_connector_output"},
     "vLLM's model registry, by the names that model_choice.py makes": {
-        *("RoseMistralForCausalLM", "RoseQwen2ForCausalLM", "RoseQwen3ForCausalLM"),
+        *("RoseMiMoForCausalLM", "RoseMistralForCausalLM", "RoseQwen2ForCausalLM", "RoseQwen3ForCausalLM"),
         *("RoseQwen2_5_VLForConditionalGeneration", "RoseQwen3VLForConditionalGeneration"),
     },
     "vLLM's drafter, of the model of a head": {"get_top_tokens"},

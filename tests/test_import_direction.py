@@ -24,7 +24,7 @@ ALLOWED = {
     "config": frozenset({"errors"}),
     "block_manager": frozenset({"errors", "config"}),
     "scheduling": frozenset({"errors", "config", "block_manager"}),
-    "draft_depth": frozenset[str](),
+    "draft_depth": frozenset({"config"}),
     "kernels": frozenset({"errors", "config"}),
     "layers": frozenset({"errors", "config", "kernels"}),
     "models": frozenset({"errors", "config", "kernels", "layers"}),

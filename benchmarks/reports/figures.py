@@ -260,11 +260,11 @@ def _starts(result: Result, name: str) -> dict[str, tuple[str, list[Panel | Bars
 
 
 def _draft_changes(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
-    """Return tokens per second, and the share of steps with drafts, over the steps of a batch that changes its kind."""
+    """Return tokens per second, and the drafts of a request, over the steps of a batch that changes its kind."""
     settings, panels = result["settings"], []
     for figure, label in {
         "tokens_per_s": "tokens per second",
-        "with_drafts": "share of steps with drafts",
+        "drafts": "drafts per request and step",
     }.items():
         curves = {}
         for side, of_side in DRAFT_SIDES.items():

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def accept_at(rates: Iterable[Any]) -> None:
             mixed = rows.positions * 0x9E3779B1 + rows.slots * 0x85EBCA77 & 0xFFFFFFFF
             mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
             chance = (mixed ^ mixed >> 12) / 2**32
-            is_right = torch.stack([chance < rate for rate in rates], 1)
+            is_right = torch.stack([chance < rate for rate in islice(rates, drafts.shape[1])], 1)
             drafts = torch.where(is_right, drawn.view(len(drafts), -1)[:, :-1], -1)
         accept(self, drawn, drafts, rows, *rest)
 

@@ -49,7 +49,7 @@ _ENGINE_HELP = {
     '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}\' or, with an '
     'EAGLE-3 head, \'{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}\'; '
     "texts are the same without (default: no drafts)",
-    "adaptive_drafts": "make drafts only in steps where they give more tokens per second, as measured (default: on)",
+    "adaptive_drafts": "make as many drafts in a step as give the most tokens per second, as measured (default: on)",
     "enable_lora": "take LoRA adapters, whose slots are allocated at the start (default: off)",
     "max_loras": "LoRA slots, at most 8: adapters that are loaded at once",
     "max_lora_rank": "largest rank of an adapter, at most 64, for which all slots have room",

@@ -137,6 +137,12 @@ def sampling_tensors(seed: torch.Tensor, position: torch.Tensor, by_name: dict[s
     )
 
 
+def _rows_of_draws(num_rows: int, query_len: int) -> NDArray[np.int64]:
+    """Return the row of each of ``query_len`` draws of ``num_rows`` rows, and of some more up to a multiple of 4."""
+    num_draws = -(-num_rows * query_len // 4) * 4
+    return np.minimum(np.arange(num_draws) // query_len, num_rows - 1)
+
+
 class DecodeBuffers:
     """What a decode step reads and writes, one entry per row.
 
@@ -145,7 +151,7 @@ class DecodeBuffers:
     Args:
         num_rows: S.
         table_width: blocks per sequence (MB).
-        num_drafts: of a row in a step, at most.
+        depths: numbers of drafts that rows of a step may have, rising.
         spare_columns: of block tables, for drafts past a sequence's greatest length: the null block.
     """
 
@@ -154,9 +160,10 @@ class DecodeBuffers:
         num_rows: int,
         table_width: int,
         device: torch.device,
-        num_drafts: int = 0,
+        depths: tuple[int, ...] = (0,),
         spare_columns: int = 0,
     ) -> None:
+        num_drafts = depths[-1]
         self.tokens = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         self.input_ids, self.first_tokens = self.tokens.unbind(0)
         """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""
@@ -173,9 +180,11 @@ class DecodeBuffers:
         )
         """``[HISTORY_STEPS, num_drafts + 1, S]`` in host memory: the tokens of step ``n`` are at
         ``n % HISTORY_STEPS``, ``NOT_DRAWN`` after a row's last one."""
-        num_draws = -(-num_rows * (num_drafts + 1) // 4) * 4
-        rows_of_draws = np.minimum(np.arange(num_draws) // (num_drafts + 1), num_rows - 1)
-        self._rows_of_draws, self._offsets = upload(device, rows_of_draws, np.arange(num_drafts + 1))
+        query_lens = [depth + 1 for depth in depths]
+        self._offsets, *rows_of_draws = upload(
+            device, np.arange(num_drafts + 1), *(_rows_of_draws(num_rows, each) for each in query_lens)
+        )
+        self._rows_of_draws = dict(zip(query_lens, rows_of_draws, strict=True))
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.reset()
         sizes = (*(size for size in _CHANGE_SIZES if size < num_rows), num_rows)
@@ -208,20 +217,20 @@ class DecodeBuffers:
         by_name = {name: values[:width] for name, values in self._sampling.items()}
         return sampling_tensors(self.seeds[:width], self.draw_positions[:width], by_name)
 
-    def sampling_after_drafts(self, width: int) -> SamplingTensors:
-        """Return the parameters of ``num_drafts + 1`` draws of each of the first ``width`` rows, row by row."""
-        num_draws = width * len(self._offsets)
+    def sampling_after_drafts(self, width: int, query_len: int) -> SamplingTensors:
+        """Return the parameters of ``query_len`` draws of each of the first ``width`` rows, row by row."""
+        num_draws = width * query_len
         # Each starts at a multiple of 16 bytes, see ``sampling_of_rows``.
-        rows = self._rows_of_draws[: -(-num_draws // 4) * 4]
+        rows = self._rows_of_draws[query_len][: -(-num_draws // 4) * 4]
         by_name = sampling_by_name(self._words[1:].index_select(1, rows)[:, :num_draws])
-        positions = self.draw_positions[:width, None] + self._offsets
+        positions = self.draw_positions[:width, None] + self._offsets[:query_len]
         return sampling_tensors(self.seeds.index_select(0, rows)[:num_draws], positions.flatten(), by_name)
 
     def lora_slots(self, width: int, query_len: int) -> torch.Tensor:
         """Return the slot of the adapter of each of ``query_len`` tokens of the first ``width`` rows, row by row."""
         if query_len == 1:
             return self._lora_slots[:width]
-        return self._lora_slots.index_select(0, self._rows_of_draws[: width * query_len])
+        return self._lora_slots.index_select(0, self._rows_of_draws[query_len][: width * query_len])
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """End a step that drew ``token_ids``, int64 ``[width]``."""
@@ -541,6 +550,15 @@ def launched_widths(max_rows: int) -> tuple[int, ...]:
     return tuple(power + 1 for power in powers if power < max_rows)
 
 
+class DraftedStep(NamedTuple):
+    """A kind of steps with drafts."""
+
+    width: int
+    """Rows."""
+    depth: int
+    """Drafts of each."""
+
+
 class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
@@ -564,9 +582,9 @@ class DecodeRunner:
     ) -> None:
         self.num_rows, table_width = manager.block_table.shape
         """Of the widest step: as many as there are request slots."""
-        num_drafts = 0 if drafts is None else drafts.num_drafts
-        spare_columns = -(-num_drafts // manager.block_size)
-        self.buffers = DecodeBuffers(self.num_rows, table_width, device, num_drafts, spare_columns)
+        self._depths = () if drafts is None else drafts.depths
+        spare_columns = -(-max(self._depths, default=0) // manager.block_size)
+        self.buffers = DecodeBuffers(self.num_rows, table_width, device, (0, *self._depths), spare_columns)
         self.widths = widths
         self.drafts = drafts
         self._compute = compute
@@ -578,10 +596,10 @@ class DecodeRunner:
         self._first_token_of_slot: Int64Array = np.full(self.num_rows, NO_ROW, np.int64)
         # The other parts, for masks and for sampling extras, are separate graphs and read the logits of the first.
         self._graphs = CapturedGraphs[int](self._step, self._redraw_masked, self._redraw)
-        self._draft_graphs = CapturedGraphs[int](self._step_with_drafts)
+        self._draft_graphs = CapturedGraphs[DraftedStep](self._step_with_drafts)
         adapted, drafted = (partial(step, has_adapters=True) for step in (self._step, self._step_with_drafts))
         self._adapted_graphs = CapturedGraphs[int](adapted, self._redraw_masked, self._redraw)
-        self._adapted_draft_graphs = CapturedGraphs[int](drafted)
+        self._adapted_draft_graphs = CapturedGraphs[DraftedStep](drafted)
         self.takes_adapters = False
         """Whether requests may have LoRA adapters. Steps without one have graphs without their products."""
         self.needs_sampling_extras = False
@@ -599,8 +617,8 @@ class DecodeRunner:
         for graphs, draft_graphs in self._families():
             for width in show_progress("preparing decode steps", widths[::-1]):
                 graphs.run(width, num_parts=3)
-            for width in self._widths_with_drafts(widths)[::-1]:
-                draft_graphs.run(width)
+            for step in self._drafted_steps(widths):
+                draft_graphs.run(step)
         self.buffers.reset()
 
     @torch.inference_mode()
@@ -608,7 +626,7 @@ class DecodeRunner:
         """Capture a step of each of ``widths``."""
         stream = None if is_recording() else _capture_stream(self._device)
         pool = None if is_recording() else torch.cuda.graph_pool_handle()
-        drafted = self._widths_with_drafts(self.widths)[::-1]
+        drafted = self._drafted_steps(self.widths)
         for graphs, draft_graphs in self._families():
             if drafted:
                 progress = show_progress("capturing decode steps with drafts", drafted)
@@ -617,16 +635,23 @@ class DecodeRunner:
         self.buffers.capture(stream)
         self.buffers.reset()
 
-    def _families(self) -> list[tuple[CapturedGraphs[int], CapturedGraphs[int]]]:
+    def _families(self) -> list[tuple[CapturedGraphs[int], CapturedGraphs[DraftedStep]]]:
         """Return the graphs of all kinds of steps, those with drafts second."""
         adapted = [(self._adapted_graphs, self._adapted_draft_graphs)] if self.takes_adapters else []
         return [(self._graphs, self._draft_graphs), *adapted]
 
-    def _widths_with_drafts(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of ``widths`` that steps with drafts are rounded up to, rising, and the widest step's."""
-        if self.drafts is None:
-            return ()
-        most = min(max_drafted_rows(self.drafts.num_drafts), self.num_rows)
+    def _drafted_steps(self, widths: tuple[int, ...]) -> list[DraftedStep]:
+        """Return the steps with drafts of such ``widths``, those with the most tokens first."""
+        steps = [
+            DraftedStep(width, depth)
+            for depth in self._depths
+            for width in self._widths_with_drafts(widths, depth)
+        ]
+        return sorted(steps, key=lambda step: (step.width * (step.depth + 1), step.width), reverse=True)
+
+    def _widths_with_drafts(self, widths: tuple[int, ...], depth: int) -> tuple[int, ...]:
+        """Return those of ``widths``, rising, that steps with ``depth`` drafts are rounded up to; the widest last."""
+        most = min(max_drafted_rows(depth), self.num_rows)
         return (*(width for width in widths if width < most), most)
 
     @torch.inference_mode()
@@ -636,12 +661,14 @@ class DecodeRunner:
         Each slot's blocks are reserved, and its newest token is known or on the device (``is_on_device``).
 
         Args:
-            num_drafts: that each slot has: none, where any needs to be drawn for again, or as many as ``drafts`` makes.
+            num_drafts: that each slot has: none, where any needs to be drawn for again, or one of ``Drafts.depths``.
 
         Returns:
             What ``tokens`` asks for: the step's number, and the row of each slot.
         """
-        widths = self._widths_with_drafts(self.widths) if num_drafts and self.widths else self.widths
+        widths = self.widths
+        if num_drafts and widths:
+            widths = self._widths_with_drafts(widths, num_drafts)
         self._width = size_for(widths, len(slots)) or len(slots)
         self._num_drafts = num_drafts
         self._has_adapters = self.takes_adapters and self._state.have_adapters(slots)
@@ -664,7 +691,7 @@ class DecodeRunner:
         step, self._num_steps = self._num_steps, self._num_steps + 1
         if self._num_drafts:
             draft_graphs = self._adapted_draft_graphs if self._has_adapters else self._draft_graphs
-            draft_graphs.run(self._width)
+            draft_graphs.run(DraftedStep(self._width, self._num_drafts))
             return step
         has_masks, has_report = len(self._masked[0]) > 0, self.needs_sampling_extras
         parts = (0, *((1,) if has_masks else ()), *((2,) if has_report else ()))
@@ -679,12 +706,12 @@ class DecodeRunner:
         drawn: Int64Array = self._history[step % HISTORY_STEPS, 0, rows]
         return drawn
 
-    def tokens_after_drafts(self, step: int, rows: Int64Array) -> Int64Array:
-        """Return what a step with drafts drew after the first of them, the second, and so on, ``[N, len(rows)]``.
+    def tokens_after_drafts(self, step: int, rows: Int64Array, num_drafts: int) -> Int64Array:
+        """Return what a step drew after the first of its drafts, the second, and so on, ``[num_drafts, len(rows)]``.
 
         It is ``NOT_DRAWN`` after a draft that was not accepted. The step is as for ``tokens``.
         """
-        drawn: Int64Array = self._history[step % HISTORY_STEPS, 1:, rows].T
+        drawn: Int64Array = self._history[step % HISTORY_STEPS, 1 : num_drafts + 1, rows].T
         return drawn
 
     def take_first_tokens(self, slots: Int32Array) -> torch.Tensor:
@@ -746,11 +773,11 @@ class DecodeRunner:
         drafts.accept(computed.token_ids, proposed, rows, buffers, computed.features)
         return computed.logits
 
-    def _step_with_drafts(self, width: int, _: None = None, *, has_adapters: bool = False) -> None:
+    def _step_with_drafts(self, step: DraftedStep, _: None = None, *, has_adapters: bool = False) -> None:
         assert self.drafts is not None, "no drafts were asked for"
-        rows = self.drafts.rows_of(self.buffers, width)
-        proposed = self.drafts.propose(rows)
-        computed = self._compute(self.buffers, width, self.drafts.inputs(rows, proposed), has_adapters)
+        rows = self.drafts.rows_of(self.buffers, step.width)
+        proposed = self.drafts.propose(rows, step.depth)
+        computed = self._compute(self.buffers, step.width, self.drafts.inputs(rows, proposed), has_adapters)
         self.drafts.accept(computed.token_ids, proposed, rows, self.buffers, computed.features)
 
     @torch.inference_mode()

@@ -1,20 +1,20 @@
-"""Drafts of decode steps: tokens that may come next, which a step verifies beside the newest one.
+"""Drafts of decode steps: likely next tokens, which a step verifies together with the newest token.
 
-A request with ``N`` drafts computes ``N + 1`` tokens in a step, and each of them draws what follows it, with the noise
-that this place in its text has in any step. Drafts that equal what was drawn in their place are accepted, and the token
-drawn after them is its newest one: so a text does not depend on drafts. What was computed of other drafts does not
-count, and later steps store over it. All of that happens on the device, which knows how far each request is; the host
-learns it when it reads the tokens.
+A request with ``N`` drafts computes ``N + 1`` tokens in a step. For each of them the next token is drawn, with the
+random bits of its position, which do not depend on the step. Drafts that equal the drawn tokens are accepted, and the
+token drawn after the last accepted one becomes the newest, so drafts do not change a text. The K/V of rejected drafts
+is overwritten by later steps. All of this happens on the device, which knows how far each request is; the CPU learns it
+when it reads the tokens.
 
-A step over requests with sampling extras or a grammar has no drafts: what their draws need is known for one place only.
-Other steps have none, either, while they are faster that way (``AdaptiveDrafts``).
+Steps over requests with sampling extras or a grammar have no drafts, because what their draws need is known for one
+position only. Other steps have as many as are fastest (``AdaptiveDrafts``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.config import SpeculativeConfig
-from rose_backend.draft_depth import DraftDepth, ShadowDrafts
+from rose_backend.draft_depth import DraftDepth, ShadowDrafts, draft_depths
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.kernels.arguments import DraftedRows
 from rose_backend.kernels.captured_graphs import upload
@@ -58,28 +58,32 @@ class Drafts:
         is_adaptive: ``EngineConfig.adaptive_drafts``.
 
     Attributes:
-        propose: returns what may follow the tokens of rows, int64 ``[R, num_drafts]``; negative for nothing. It must
-            not wait for the device.
-        adaptive: None: all steps have drafts that can.
+        depths: numbers of drafts that a step may have, rising, without 0.
+        propose: given rows and one of ``depths``, returns the rows' drafts, int64 ``[R, depth]``, negative where there
+            is none. It must not wait for the device.
+        adaptive: chooses how many drafts steps have; None: all in every step that can have them.
     """
 
     def __init__(
         self, config: SpeculativeConfig, state: SequenceState, device: torch.device, *, is_adaptive: bool
     ) -> None:
-        self.num_drafts = config.num_speculative_tokens
+        num_drafts = config.num_speculative_tokens
+        self.depths = draft_depths(num_drafts)[1:] if is_adaptive else (num_drafts,)
         self.adaptive = AdaptiveDrafts(config, state) if is_adaptive else None
-        self.propose: Callable[[DraftedRows], torch.Tensor] = self._look_up
+        self.propose: Callable[[DraftedRows, int], torch.Tensor] = self._look_up
         self._config = config
         self._state = state
         self._device = device
         num_slots, max_model_len = state.token_ids.shape
-        # The last one is that of rows without a request.
+        # The last row is for rows of the batch without a request.
         self._token_ids = torch.zeros((num_slots + 1, max_model_len), dtype=torch.int32, device=device)
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._known_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
-        query_len = self.num_drafts + 1
-        starts = np.arange(0, (num_slots + 1) * query_len, query_len, dtype=np.int32)
-        self._offsets, self._starts = upload(device, np.arange(query_len), starts)
+        rows = np.arange(num_slots + 1, dtype=np.int32)
+        self._offsets, *starts = upload(
+            device, np.arange(num_drafts + 1), *(rows * (depth + 1) for depth in self.depths)
+        )
+        self._starts = dict(zip(self.depths, starts, strict=True))
 
     def write_rows(self, rows: NDArray[np.int64], slots: Slots) -> None:
         """Note that ``slots`` are in ``rows``, int64 ``[N]``; rows past ``len(slots)`` become empty."""
@@ -87,14 +91,14 @@ class Drafts:
         of_rows[: len(slots)] = slots
         to, new_slots = upload(self._device, rows, of_rows)
         self._slots.index_copy_(0, to, new_slots)
-        # What the host does not know yet is in the rows, or gets there.
+        # Upload the known tokens of new requests. Tokens that the CPU has not read yet are appended on the device.
         for slot in slots[self._known_generation[slots] != state.generation[slots]].tolist():
             (known,) = upload(self._device, state.token_ids[slot, : state.num_tokens[slot]].copy())
             self._token_ids[slot, : len(known)].copy_(known)
         self._known_generation[slots] = state.generation[slots]
 
     def rows_of(self, buffers: Any, width: int) -> DraftedRows:
-        """Return the first ``width`` rows of ``DecodeBuffers``, whose newest tokens may be anywhere but there."""
+        """Return the first ``width`` rows of ``DecodeBuffers``, and append each row's newest token to its request's."""
         rows = DraftedRows(
             self._slots,
             self._token_ids,
@@ -103,18 +107,20 @@ class Drafts:
             buffers.positions,
             buffers.draw_positions,
         ).first(width)
-        # It may have been drawn after a prompt, or again.
+        # A prompt's pass, or sampling extras that draw again, write the newest token to ``buffers`` only.
         self._token_ids.index_put_((rows.slots, rows.positions), rows.input_ids.int())
         return rows
 
     def inputs(self, rows: DraftedRows, drafts: torch.Tensor) -> DraftedInputs:
-        """Return what a step reads that verifies ``drafts``, int64 ``[R, num_drafts]``.
+        """Return the inputs of a step that verifies ``drafts``, int64 ``[R, depth]``.
 
-        Drafts past the longest request's length have the last position, and nobody needs what is drawn after them.
+        Drafts past ``max_model_len`` get the last position; the tokens drawn after them are dropped.
         """
         ids = torch.cat([rows.input_ids[:, None], drafts], 1)
-        positions = (rows.positions[:, None] + self._offsets).clamp(max=self._token_ids.shape[1] - 1)
-        return DraftedInputs(ids.flatten(), positions.flatten(), self._starts[: len(drafts) + 1])
+        num_rows, depth = drafts.shape
+        positions = rows.positions[:, None] + self._offsets[: depth + 1]
+        positions = positions.clamp(max=self._token_ids.shape[1] - 1)
+        return DraftedInputs(ids.flatten(), positions.flatten(), self._starts[depth][: num_rows + 1])
 
     def accept(
         self,
@@ -136,19 +142,19 @@ class Drafts:
         """Return the drafts of a step that has none."""
         return rows.input_ids.new_empty((len(rows.slots), 0))
 
-    def _look_up(self, rows: DraftedRows) -> torch.Tensor:
+    def _look_up(self, rows: DraftedRows, depth: int) -> torch.Tensor:
         config = self._config
         assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
         return look_up_drafts(
             rows,
-            num_drafts=self.num_drafts,
+            num_drafts=depth,
             min_n=config.prompt_lookup_min,
             max_n=config.prompt_lookup_max,
         )
 
 
 class AdaptiveDrafts:
-    """Chooses for each step whether it has drafts, by what steps of either kind give and how long they take.
+    """Chooses for each step how many drafts it has, by what steps with more or fewer give and how long they take.
 
     Times are those between two steps that are read one after the other, so they have the host's work in them.
     """
@@ -188,21 +194,21 @@ class AdaptiveDrafts:
         """Note that any other step was read, or that there is nothing to do: the next one's time is not known."""
         self._last_read = None
 
-    def note_accepted(self, num_accepted: float) -> None:
-        """Note how many drafts of a request a step has accepted; a mean of requests."""
-        self._depth.note_accepted(num_accepted)
+    def note_accepted(self, shares: Sequence[float]) -> None:
+        """Note of each draft in what share of requests a step has accepted it."""
+        self._depth.note_accepted(shares)
 
     def look(self, slots: Slots) -> None:
-        """Look after a step without drafts, over ``slots``, which of those would have been right that it could have.
+        """After a step without drafts over ``slots``, note which n-gram drafts would have been accepted.
 
-        Of a head's nothing is known then: what was accepted before counts until drafts are tried again.
+        Does nothing with a head: its earlier acceptance counts until the next trial.
         """
         if self._shadow is None:
             return
         generation = self._state.generation
         requests: list[int] = (generation[slots] * len(generation) + slots).tolist()
-        if (num_right := self._shadow.look(requests)) is not None:
-            self._depth.note_accepted(num_right)
+        if (are_right := self._shadow.look(requests)) is not None:
+            self._depth.note_accepted(are_right)
 
     def _tokens_of(self, request: int) -> NDArray[np.int32] | None:
         generation, slot = divmod(request, len(self._state.generation))

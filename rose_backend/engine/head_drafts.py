@@ -135,9 +135,9 @@ class HeadDrafts(Drafts):
         """Give request slots, int64 ``[N]``, the features of others: they have computed the same tokens."""
         self._features[slots] = self._features[sources]
 
-    def _ask_head(self, rows: DraftedRows) -> torch.Tensor:
+    def _ask_head(self, rows: DraftedRows, depth: int) -> torch.Tensor:
         token_ids, features, drafts = rows.input_ids, self._features[rows.slots], []
-        for step in range(self.num_drafts):
+        for step in range(depth):
             num_computed, positions = self._place(rows, step)
             slots = None
             if not self.head.switches.fused_kv_append:

@@ -545,7 +545,9 @@ class ModelRunner:
         lora_slots = buffers.lora_slots(width, query_len) if has_adapters else None
         hidden, features = self._forward_model(input_ids, positions, metadata, lora_slots)
         logits = self._model.compute_logits(hidden)
-        params = buffers.sampling(width) if drafted is None else buffers.sampling_after_drafts(width)
+        params = (
+            buffers.sampling(width) if drafted is None else buffers.sampling_after_drafts(width, query_len)
+        )
         return Computed(self._sample_tokens(logits, params).token_ids, logits, features)
 
     def _forward_model(

@@ -477,7 +477,7 @@ class Scheduler:
         self._slots_in_pass: Int32Array = np.empty(0, np.int32)
         self._token_budget, self._chunked_prefill = config.token_budget, config.chunked_prefill
         self._num_drafts = self.num_drafts_wanted = num_drafts
-        """Of each decode in the next step: all or none."""
+        """Of each decode in the next step, one of ``Drafts.depths`` or 0."""
         self.running_slots: Int32Array = np.empty(0, np.int32)
         """Request slots in use, oldest first."""
         # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -501,7 +502,9 @@ class StepPipeline:
             yield SampledTokens(batch, token_ids, logprobs, prompts)
             return
         num_decodes = len(step.batch.decode_slots)
-        columns = self._runner.decoder.tokens_after_drafts(step.decode_step, step.decode_rows)
+        columns = self._runner.decoder.tokens_after_drafts(
+            step.decode_step, step.decode_rows, step.num_drafts
+        )
         is_drawn = columns != NOT_DRAWN
         if is_live is not None:
             is_drawn[:, ~is_live[len(is_live) - num_decodes :]] = False
@@ -531,12 +534,12 @@ class StepPipeline:
         by_place = np.count_nonzero(is_accepted, axis=1).tolist()
         before = counters.spec_decode_num_accepted_tokens_per_pos
         if self._adaptive_drafts is not None and num_requests:
-            self._adaptive_drafts.note_accepted(sum(by_place) / num_requests)
+            self._adaptive_drafts.note_accepted([num / num_requests for num in by_place])
         counters.spec_decode_num_drafts += num_requests
         counters.spec_decode_num_draft_tokens += num_drafts * num_requests
         counters.spec_decode_num_accepted_tokens += sum(by_place)
         counters.spec_decode_num_accepted_tokens_per_pos = tuple(
-            sum(each) for each in zip(before, by_place, strict=True)
+            sum(each) for each in zip_longest(before, by_place, fillvalue=0)
         )
 
     def _logprobs(self, step: _StepInFlight) -> LogprobWords | None:

@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
+from rose_backend.draft_depth import draft_depths
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.registration import is_rose
 
@@ -34,9 +35,9 @@ EAGLE_METHODS = ("eagle", "eagle3")
 """Methods whose drafter is a few layers that read the model's hidden states; their K/V is in the same blocks."""
 
 DRAFT_MODEL = "draft_model"
-"""Method whose drafter is a separate model."""
+"""Method whose drafter is a model by itself."""
 
-OTHER_DRAFTER = "a drafter with a model other than an EAGLE head"
+OTHER_DRAFTER = "a drafter with a model other than an EAGLE head or an MTP module"
 """Reason why a part is inactive beside other methods."""
 
 BLOCK_SIZE_UNIT = 16
@@ -120,24 +121,22 @@ def has_kv_events(vllm_config: VllmConfig) -> bool:
     return config is not None and config.enable_kv_cache_events
 
 
-def has_eagle_head(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from an EAGLE head."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method in EAGLE_METHODS
+def has_head(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from a head: an EAGLE head, or one MTP module that runs as an EAGLE head does.
 
-
-def has_mtp_module(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from one MTP module that runs as an EAGLE head does. Gemma 4's stores no K/V."""
+    Of several modules each makes one draft, and Gemma 4's has no K/V of its own.
+    """
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method != "mtp":
-        return False
-    return not (speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp())
+    if speculative is None or speculative.method in EAGLE_METHODS:
+        return speculative is not None
+    is_one_module = not (speculative.use_multi_module_mtp() or speculative.use_gemma4_mtp())
+    return speculative.method == "mtp" and is_one_module
 
 
 def has_other_drafter(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from a model, or from layers, of another kind than an EAGLE head."""
+    """Whether drafts come from a model, or from layers, that are no head; see ``has_head``."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method not in (*LOOKUP_METHODS, *EAGLE_METHODS)
+    return speculative is not None and speculative.method not in LOOKUP_METHODS and not has_head(vllm_config)
 
 
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:
@@ -224,10 +223,10 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    is_served = speculative.method in (*NGRAM_METHODS, *EAGLE_METHODS, DRAFT_MODEL)
+    is_served = speculative.method in (*NGRAM_METHODS, DRAFT_MODEL) or has_head(vllm_config)
     reasons = {
         # Not tried.
-        "drafts other than n-grams, a model's or a head's": not is_served and not has_mtp_module(vllm_config),
+        "drafts other than n-grams, a model's or a head's": not is_served,
         # It drops drafts from a step, in the scheduler's own output.
         "drafts with model runner V1": not vllm_config.use_v2_model_runner,
         "drafts without asynchronous scheduling": not vllm_config.scheduler_config.async_scheduling,
@@ -239,11 +238,17 @@ def _why_drafts_go_one_by_one(vllm_config: VllmConfig) -> str | None:
 
 
 def adapts_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether Rose's scheduler chooses, step by step, between all drafts that are asked for and none."""
+    """Whether Rose's scheduler chooses, step by step, how many of the drafts that are asked for are made."""
     has_drafts = vllm_config.speculative_config is not None
     return (
         has_drafts and rose_options(vllm_config).adaptive_drafts and why_drafts_are_fixed(vllm_config) is None
     )
+
+
+def depths_of(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Return the numbers of drafts that a request may have in a step, rising; 0 alone without drafts."""
+    num_drafts = vllm_config.num_speculative_tokens
+    return draft_depths(num_drafts) if adapts_drafts(vllm_config) else (num_drafts,)
 
 
 def why_drafts_are_fixed(vllm_config: VllmConfig) -> str | None:

@@ -21,8 +21,8 @@ def test_three_sides_decode_the_same_kinds_of_text(
     points = report["sides"]
     assert points.keys() == draft_changes.SIDES.keys()
     assert all([point["step"] for point in side] == [0, 10, 20, 30] for side in points.values())
-    assert {point["with_drafts"] for point in points["all"]} == {1.0}
-    assert {point["with_drafts"] for point in points["none"]} == {0.0}
+    assert {point["drafts"] for point in points["all"]} == {3.0}
+    assert {point["drafts"] for point in points["none"]} == {0.0}
     assert all(point["tokens_per_s"] > 0 for side in points.values() for point in side)
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
     (path,) = figures.draw(report, "changes", tmp_path)
@@ -30,18 +30,18 @@ def test_three_sides_decode_the_same_kinds_of_text(
 
 
 @pytest.mark.parametrize(
-    ("shares", "expected"),
+    ("drafts", "expected"),
     [
-        ([1.0] * 10 + [0.0] * 10 + [1.0] * 10, [0, 0]),
+        ([3.0] * 10 + [0.0] * 10 + [3.0] * 10, [0, 0]),
         # Trials are no change of mind, nor is one before.
-        ([1.0] * 10 + [1.0, 0.0, 1.0, 1.0] + [0.0] * 4 + [1.0, 0.0] + [0.0] * 3 + [1.0] * 7, [40, 30]),
-        ([1.0] * 30, [None, 0]),
+        ([3.0] * 10 + [3.0, 1.0, 3.0, 3.0] + [0.0] * 4 + [3.0, 0.0] + [1.0] * 3 + [3.0] * 7, [40, 30]),
+        ([3.0] * 30, [None, 0]),
     ],
 )
 def test_the_number_of_drafts_has_followed_where_it_stays(
-    shares: list[float], expected: list[int | None]
+    drafts: list[float], expected: list[int | None]
 ) -> None:
-    points = [{"step": index * WINDOW, "with_drafts": share} for index, share in enumerate(shares)]
+    points = [{"step": index * WINDOW, "drafts": number} for index, number in enumerate(drafts)]
     assert steps_to_change(points, 10 * WINDOW) == expected
 
 

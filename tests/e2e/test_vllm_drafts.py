@@ -1,4 +1,4 @@
-"""Rose's layers beside drafts, looked up or an EAGLE head's: texts are those without, whatever drafts are right.
+"""Rose's layers beside drafts, looked up or a head's: texts are those without, whatever drafts are right.
 
 A coin with a seed decides in place of vLLM's lookup, or of a head that has run, which drafts are right. Layers are
 packed on a CPU where a test asks for it; a GPU does so by itself.
@@ -23,7 +23,9 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
@@ -33,7 +35,7 @@ from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.gpu_matrix.drafters import write_with_eagle_head
+from tests.gpu_matrix.drafters import write_with_eagle_head, write_with_mtp_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import VOCAB_SIZE, write_checkpoint
@@ -140,6 +142,8 @@ class Drafter:
 
 
 PROPOSE_V1, PROPOSE_V2 = RunnerV1.propose_draft_token_ids, EagleSpeculator.propose
+DRAFTERS_OF_V2 = {each: each.propose for each in (EagleSpeculator, MTPSpeculator, StandaloneARSpeculator)}
+"""With K/V of their own."""
 DRAFTERS = {"all right": (1.0, 0.0), "all wrong": (0.0, 0.0), "random": (0.7, 0.4)}
 
 
@@ -186,6 +190,21 @@ def eagle3(num_tokens: int, model: Path, **fields: Any) -> dict[str, Any]:
         "disable_log_stats": False,
         **rose(adaptive_drafts=False),
     }
+
+
+def mtp(num_tokens: int, model: Path) -> dict[str, Any]:
+    """Return what ``n_grams`` does of the MTP module of ``model``."""
+    drafter = {"method": "mtp", "num_speculative_tokens": num_tokens}
+    if not torch.cuda.is_available():
+        # As of an EAGLE head.
+        drafter["attention_backend"] = "ROSE"
+    return n_grams(num_tokens) | {"speculative_config": drafter}
+
+
+def draft_model(num_tokens: int, model: Path) -> dict[str, Any]:
+    """Return what ``n_grams`` does of ``model``, which drafts for itself."""
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": num_tokens}
+    return n_grams(num_tokens) | {"speculative_config": drafter}
 
 
 SPECULATIONS = pytest.mark.parametrize("speculation", [n_grams, eagle3], ids=["n-grams", "EAGLE-3"])
@@ -239,18 +258,19 @@ def draft_as(monkeypatch: pytest.MonkeyPatch, texts: Texts, kind: str) -> None:
 
 
 def draft_behind_heads(monkeypatch: pytest.MonkeyPatch, llm: Any, texts: Texts, kind: str) -> None:
-    """Do what ``draft_as`` does for the EAGLE head of an engine with model runner V2."""
+    """Do what ``draft_as`` does for a drafter with K/V of its own, of an engine with model runner V2."""
     drafter, states = Drafter(texts, *DRAFTERS[kind]), runner_of(llm).req_states
+    speculator = type(runner_of(llm).speculator)
 
     def propose(self: Any, *args: Any, **options: Any) -> torch.Tensor:
-        drafts = PROPOSE_V2(self, *args, **options)
+        drafts = DRAFTERS_OF_V2[speculator](self, *args, **options)
         return drafts if options.get("dummy_run") else drafter.put_on_device(drafts, states, args[0])
 
     def sample(self: DraftSteps, batch: Any, output: Any) -> None:
         SAMPLE(self, batch, output)
         drafter.write_behind(states, [*batch.slots.values()])
 
-    monkeypatch.setattr(EagleSpeculator, "propose", propose)
+    monkeypatch.setattr(speculator, "propose", propose)
     monkeypatch.setattr(DraftSteps, "_sample", sample)
 
 
@@ -546,7 +566,7 @@ def test_heads_read_what_vllms_layers_give_them_and_draft_what_vllms_heads_do(
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("case", "num_drafts"), [("llama-biases", 1), ("qwen3", 7), ("qwen2", 8), ("EAGLE", 2)]
+    ("case", "num_drafts"), [("llama-biases", 1), ("qwen3", 7), ("qwen2", 8), ("EAGLE", 2), ("MTP", 3)]
 )
 def test_texts_beside_heads_are_those_without(
     make_engine: MakeEngine,
@@ -557,12 +577,13 @@ def test_texts_beside_heads_are_those_without(
     case: str,
     num_drafts: int,
 ) -> None:
-    """Mixed with prompts in chunks, and from the cache. ``EAGLE`` is a head of the first kind."""
-    path = write_with_eagle_head(tmp_path) if case == "EAGLE" else write(tmp_path, case)
+    """Mixed with prompts in chunks, and from the cache. ``EAGLE`` is a first kind of head, ``MTP`` a module."""
+    write_other = {"EAGLE": write_with_eagle_head, "MTP": write_with_mtp_head}.get(case)
+    path = write_other(tmp_path) if write_other else write(tmp_path, case)
     prompts = parity_prompts(VOCAB_SIZE)[:32]
     with make_engine(model=str(path)) as llm:
         texts = texts_of(prompts, complete(llm, prompts))
-    heads = eagle3(num_drafts, path)
+    heads = mtp(num_drafts, path) if case == "MTP" else eagle3(num_drafts, path)
     if case == "EAGLE":
         heads["speculative_config"] |= {"method": "eagle", "model": str(path / "draft")}
     with make_engine(model=str(path), max_num_batched_tokens=300, **heads) as llm:
@@ -711,7 +732,7 @@ def test_heads_read_on_a_gpu_what_vllms_layers_give_them(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
-@pytest.mark.parametrize("model", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("model", ["Llama", "Qwen3", "MiMo"])
 def test_heads_in_full_cuda_graphs(
     make_engine: MakeEngine,
     tmp_path: Path,
@@ -720,12 +741,13 @@ def test_heads_in_full_cuda_graphs(
     model: str,
     num_drafts: int,
 ) -> None:
-    path, prompts = WRITERS[model](tmp_path), parity_prompts(RANDOM_VOCAB_SIZE)
+    write_model, heads = (write_with_mtp_head, mtp) if model == "MiMo" else (WRITERS[model], eagle3)
+    path, prompts = write_model(tmp_path), parity_prompts(RANDOM_VOCAB_SIZE)
     options: dict[str, Any] = {"model": str(path), "enforce_eager": False, **GPU_MEMORY}
     options |= {"runner": "V2", "max_num_batched_tokens": 500, "num_gpu_blocks_override": 400}
     with make_engine(**options) as llm:
         texts = texts_of(prompts, complete(llm, prompts))
-    with make_engine(**options, **eagle3(num_drafts, path)) as llm:
+    with make_engine(**options, **heads(num_drafts, path)) as llm:
         config = llm.llm_engine.vllm_config
         assert isinstance(runner_of(llm).model, decoder.RoseDecoder)
         assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
@@ -798,7 +820,9 @@ def test_heads_on_two_gpus(make_engine: MakeEngine, tmp_path: Path, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_batched", [True, False])
-@SPECULATIONS
+@pytest.mark.parametrize(
+    "speculation", [n_grams, eagle3, draft_model], ids=["n-grams", "EAGLE-3", "draft model"]
+)
 def test_scheduled_at_once_through_too_few_blocks(
     make_engine: MakeEngine,
     tmp_path: Path,
@@ -822,7 +846,7 @@ def test_scheduled_at_once_through_too_few_blocks(
         assert batches_decode_steps(llm.llm_engine.vllm_config) == is_batched
         preempted = count_preemptions(scheduler_of(llm))
         for kind in DRAFTERS:
-            if speculation is eagle3:
+            if speculation is not n_grams:
                 draft_behind_heads(monkeypatch, llm, texts, kind)
             else:
                 draft_as(monkeypatch, texts, kind)

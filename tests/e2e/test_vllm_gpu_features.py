@@ -18,6 +18,7 @@ from vllm.config import CUDAGraphMode
 from benchmarks.support.engines import as_flags
 from benchmarks.vllm_weight_updates import ENTRANCES, find_stale, read_sets, tensors_read
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
+from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
@@ -142,6 +143,7 @@ def test_draft_model(
         **GPU_MEMORY,
     ) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
+        assert batches_decode_steps(llm.llm_engine.vllm_config) == (runner == "V2")
         before = draft_counts(llm)
         for _ in range(2):
             assert_greedy(generate(llm, case[0]), case[1])

@@ -27,7 +27,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from benchmarks.support.engines import as_flags
-from rose_backend.draft_depth import DraftDepth
+from rose_backend.draft_depth import DraftDepth, draft_depths
 from rose_backend.kernels.attention import paged_decode
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.plugin_logger import STEPS
@@ -35,7 +35,7 @@ from rose_backend.vllm_plugin.step_graph.draft_steps import DraftSteps
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.gpu_matrix.drafters import write_with_eagle_head
+from tests.gpu_matrix.drafters import write_with_eagle_head, write_with_mtp_head
 from tests.support import random_checkpoints
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
@@ -91,6 +91,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "Qwen2.5-VL": write_random_qwen2_5_vl,
     "Qwen3-VL": write_random_qwen3_vl,
     "EAGLE": write_with_eagle_head,
+    "MiMo": write_with_mtp_head,
 }
 VLLMS_LAYERS = {"fused_mlp": False, "fused_add_layernorm": False}
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
@@ -129,8 +130,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 """Checkpoint and options by name."""
-WITH_HEAD = {"EAGLE": ("EAGLE", MODELS["Llama"][1])}
-"""A model that has a head of the first kind beside it, which is often right."""
+WITH_HEAD = {
+    "EAGLE": ("EAGLE", MODELS["Llama"][1]),
+    "MiMo": ("MiMo", MODELS["Llama"][1]),
+    "MiMo with vLLM's layers": ("MiMo", {"compilation_config": GRAPHS}),
+}
+"""Models with a head of the first kind beside them, or an MTP module, which are often right."""
 NUM_GROUPS = {"gpt-oss": 2, "Gemma 3": 4}
 """KV cache groups: one of layers without a window, the others of layers with one. Models that are not here have one."""
 NUM_STATE_GROUPS = {**dict.fromkeys(DELTA_NETS, 3), "LFM2": 2, "Granite 4 H": 3}
@@ -366,7 +371,7 @@ def synthetic(num_drafts: int) -> dict[str, Any]:
 def of_head(
     num_drafts: int, method: str = "eagle3", is_adaptive: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Return what ``n_grams`` does of an EAGLE head, which ``make_replaying`` writes beside its model."""
+    """Return what ``n_grams`` does of a head, which ``make_replaying`` writes beside its model."""
     drafter = {"method": method, "num_speculative_tokens": num_drafts, **options}
     return n_grams(num_drafts, is_adaptive) | {"speculative_config": drafter}
 
@@ -444,6 +449,10 @@ def say_the_same_to_the_bit(
         ("Llama", "half", 7, "eagle3"),
         ("Qwen3 with vLLM's layers", "half", 3, "eagle3"),
         ("EAGLE", "half", 3, "eagle"),
+        ("MiMo", "half", 1, "mtp"),
+        ("MiMo", "half", 3, "mtp"),
+        ("MiMo", "float32", 3, "mtp"),
+        ("MiMo with vLLM's layers", "half", 3, "mtp"),
     ],
 )
 def test_steps_with_drafts_of_a_head_say_the_same_to_the_bit(
@@ -460,10 +469,11 @@ def test_steps_with_drafts_of_a_head_say_the_same_to_the_bit(
     say_the_same_to_the_bit(make_replaying, replay_when, model, options | drafts)
 
 
+@pytest.mark.parametrize(("model", "method"), [("EAGLE", "eagle"), ("MiMo", "mtp")])
 def test_drafts_of_a_head_are_accepted_as_vllm_does(
-    make_replaying: MakeReplaying, replay_when: ReplayWhen
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, method: str
 ) -> None:
-    say_the_same_to_the_bit(make_replaying, replay_when, "EAGLE", of_head(3, "eagle"))
+    say_the_same_to_the_bit(make_replaying, replay_when, model, of_head(3, method))
 
 
 def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
@@ -472,8 +482,8 @@ def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
 
     def choose(self: DraftDepth, num_requests: int) -> int:
         nonlocal chosen
-        if rng.random() < 0.1:
-            chosen = self.num_drafts - chosen
+        if rng.random() < 0.15:
+            chosen = rng.choice(draft_depths(self.num_drafts))
         return chosen
 
     return choose
@@ -486,8 +496,9 @@ def choose_at_random(seed: int) -> Callable[[DraftDepth, int], int]:
         # Texts are the head's, which would draft something else without what it has passed over meanwhile.
         ("Qwen3", of_head(3, is_adaptive=True, **synthetic(3))),
         ("EAGLE", of_head(1, "eagle", is_adaptive=True, **synthetic(1))),
+        ("MiMo", of_head(2, "mtp", is_adaptive=True, **synthetic(2))),
     ],
-    ids=["GPT-2", "Qwen3", "Llama", "Gemma 3", "EAGLE-3", "EAGLE"],
+    ids=["GPT-2", "Qwen3", "Llama", "Gemma 3", "EAGLE-3", "EAGLE", "MTP"],
 )
 def test_drafts_that_come_and_go_say_the_same_to_the_bit(
     make_replaying: MakeReplaying,
@@ -496,15 +507,15 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
     model: str,
     drafts: dict[str, Any],
 ) -> None:
-    replayed = {"with": 0, "without": 0}
+    replayed = dict.fromkeys(draft_depths(drafts["speculative_config"]["num_speculative_tokens"]), 0)
     sample_with, sample_without = DraftSteps._sample, StepGraphs._replay_end
 
     def counted_with(self: DraftSteps, *args: Any) -> None:
-        replayed["with"] += 1
+        replayed[self._num_drafts] += 1
         sample_with(self, *args)
 
     def counted_without(self: StepGraphs, *args: Any) -> None:
-        replayed["without"] += 1
+        replayed[0] += 1
         sample_without(self, *args)
 
     monkeypatch.setattr(DraftSteps, "_sample", counted_with)
@@ -538,7 +549,7 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
             assert llm.reset_prefix_cache()
             before = dict(replayed)
             answers.append(said(generate(llm, prompts, params)))
-            grown = [replayed[kind] - before[kind] for kind in replayed]
+            grown = [replayed[depth] - before[depth] for depth in replayed]
             assert min(grown) > 5 if wanted is not is_never else max(grown) == 0, grown
         manager = manager_of(llm)
         manager.check_integrity()

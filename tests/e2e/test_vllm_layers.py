@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 inside vLLM with Rose's layers: what stock vLLM and transformers say in float32.
+"""Llama, MiMo, Mistral, Qwen2, Qwen3 inside vLLM with Rose's layers: what stock vLLM and transformers say in float32.
 
 On a CPU layers are packed for few decodes only where a test asks for it; a GPU does so by itself.
 """
@@ -47,7 +47,7 @@ from rose_backend.vllm_plugin.models.recorded_model import recorded_layer, recor
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from tests.e2e.conftest import MakeEngine
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
-from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
+from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, change_json, write_checkpoint
 from tests.support.reference_generation import GreedyReference, Prompts, parity_prompts, tie_free_case
 from tests.support.vllm_engines import (
     assert_greedy,
@@ -66,7 +66,7 @@ pytestmark = pytest.mark.skipif(
 
 ROUNDING = 1e-4
 """Of log-probabilities, between two ways of computing in float32."""
-FAMILIES = [name for name in CASES if name not in ("smollm3", "qwen3-moe")]
+FAMILIES = [*(name for name in CASES if name not in ("smollm3", "qwen3-moe")), "mimo"]
 # Heads of 32: vLLM's own attention for CPUs, which others are compared with, takes no smaller ones.
 write = partial(write_checkpoint, hidden_size=128)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
@@ -80,7 +80,12 @@ def prompts() -> Prompts:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp(request.param), request.param)
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param != "mimo":
+        return write(path, request.param)
+    # The same checkpoint is a MiMo without its MTP module.
+    change_json(write(path, "qwen2") / "config.json", architectures=["MiMoForCausalLM"])
+    return path
 
 
 def complete(llm: Any, prompts: Prompts, params: SamplingParams = GREEDY) -> list[Any]:

@@ -58,13 +58,13 @@ class Drafter:
             for end in range(1, len(text)):
                 self._next.setdefault(tuple(text[:end]), text[end : end + num_drafts])
 
-    def __call__(self, rows: DraftedRows) -> torch.Tensor:
-        drafts = torch.full((len(rows.slots), self._num_drafts), -1)
+    def __call__(self, rows: DraftedRows, num_drafts: int) -> torch.Tensor:
+        drafts = torch.full((len(rows.slots), num_drafts), -1)
         for row, computed in enumerate(rows.num_computed_tokens.tolist()):
             if computed >= 0 and self._kind != "empty":
                 known = tuple(rows.token_ids[rows.slots[row], : computed + 1].tolist())
                 right = self._next.get(known, [])
-                right = [*right, *[0] * (self._num_drafts - len(right))]
+                right = [*right[:num_drafts], *[0] * (num_drafts - len(right))]
                 drafts[row] = torch.tensor([self._draft(token) for token in right])
         return drafts
 
@@ -409,7 +409,8 @@ def test_draws_without_a_seed_follow_the_distribution(make_drafting: MakeDraftin
     for drafted in range(2):
         drafting = make_drafting(num_drafts=1, max_num_seqs=64, widths=(), seed=drafted)
         decoder = drafting.core._runner.decoder
-        decoder.drafts.propose = lambda rows, token=best[drafted][0]: torch.full((len(rows.slots), 1), token)
+        token = best[drafted][0]
+        decoder.drafts.propose = lambda rows, _, token=token: torch.full((len(rows.slots), 1), token)
         tokens = [output.outputs[0].token_ids for output in drafting.generate([prompt] * 2000, params)]
         drawn = [second for one, second in tokens if one == first]
         counts = [drawn.count(token) for token, _ in best]
@@ -482,7 +483,7 @@ def test_drafts_are_made_where_they_pay(
     clock = Clock(drafting, monkeypatch)
     with caplog.at_level(logging.INFO, "rose_backend.engine.drafts"):
         assert tokens_of(drafting, prompts, params) == expected
-    assert set(clock.steps) == {0, 3}
+    assert set(clock.steps) == {0, 1, 3}
     late = clock.steps[100:]
     assert late.count(3 if pays else 0) > 0.9 * len(late) > 60
     assert pays or "adaptive drafts: 0 for each request from now on; " in caplog.text
@@ -536,13 +537,37 @@ def test_a_step_of_another_kind_than_the_one_before_is_not_timed(monkeypatch: py
     assert noted == [(2, 7, 1), (0, 7, 3), (0, 7, 4), (2, 7, 6)]
 
 
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("drafter", ["some", "looked up"])
+def test_any_number_of_drafts_says_the_same(
+    make_drafting: MakeDrafting, llm: LLM, drafter: str, run_ahead: int
+) -> None:
+    prompts, params = plain_crowd(40, seed=3)
+    expected = tokens_of(llm, prompts, params)
+    drafting = make_drafting(
+        drafter, texts_of(prompts, expected), num_drafts=5, run_ahead=run_ahead, adaptive_drafts=True
+    )
+    decoder, rng, started = drafting.core._runner.decoder, random.Random(4), []
+    start = decoder.enqueue_again
+    decoder.enqueue_again = lambda: started.append(decoder._num_drafts) or start()
+    assert decoder.drafts.depths == (1, 3, 5)
+    decoder.drafts.adaptive.choose = lambda _: rng.choice((0, 1, 1, 3, 3, 5))
+    assert tokens_of(drafting, prompts, params) == expected
+    assert min(started.count(depth) for depth in (0, 1, 3, 5)) > 2
+    stats = drafting.stats
+    assert stats.generated_tokens == sum(len(one) for completions in expected for one in completions)
+    by_place = stats.spec_decode_num_accepted_tokens_per_pos
+    assert len(by_place) == 5 and sum(by_place) == stats.spec_decode_num_accepted_tokens > 20
+    drafting.core.check_integrity()
+
+
 def test_what_is_chosen_holds_for_the_next_step(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting("empty", run_ahead=1, adaptive_drafts=True, max_num_seqs=1, widths=())
     adaptive, decoder = drafting.core._runner.decoder.drafts.adaptive, drafting.core._runner.decoder
     start, chosen, started = decoder.enqueue_again, [], []
 
     def choose(num_requests: int) -> int:
-        chosen.append(3 * (len(chosen) // 2 % 2))
+        chosen.append((0, 3, 1)[len(chosen) // 2 % 3])
         return chosen[-1]
 
     adaptive.choose = choose
@@ -555,7 +580,7 @@ def test_what_is_chosen_holds_for_the_next_step(make_drafting: MakeDrafting) -> 
 def test_what_would_have_been_drafted_is_looked_at() -> None:
     state = SequenceState(3, 64)
     adaptive = AdaptiveDrafts(SpeculativeConfig(**n_grams(2, 1)), state)
-    noted: list[float] = []
+    noted: list[list[bool]] = []
     adaptive.note_accepted = adaptive._depth.note_accepted = noted.append  # type: ignore[method-assign]
     texts = [[8, 9] * 20, list(range(40)), [7] * 40]
     slots = np.arange(3)
@@ -570,12 +595,12 @@ def test_what_would_have_been_drafted_is_looked_at() -> None:
     for _ in range(3):
         state.num_tokens[:] += 2
         adaptive.look(slots)
-    assert noted == [0, 2, 2]
+    assert noted == [[False] * 2, [True] * 2, [True] * 2]
     # Whoever was looked at has gone, and another has the slot.
     state.generation[1] += 1
     state.num_tokens[:] = 20
     adaptive.look(slots)
-    assert noted == [0, 2, 2]
+    assert noted == [[False] * 2, [True] * 2, [True] * 2]
     state.num_tokens[:] += 2
     adaptive.look(slots[:2])
-    assert noted == [0, 2, 2, 2]
+    assert noted == [[False] * 2, *[[True] * 2] * 3]

@@ -108,13 +108,13 @@ class Mixed:
         """Known tokens, and the head's drafts after them."""
         self._drafts.propose = self
 
-    def __call__(self, rows: DraftedRows) -> torch.Tensor:
-        own = self._ask(rows)
+    def __call__(self, rows: DraftedRows, num_drafts: int) -> torch.Tensor:
+        own = self._ask(rows, num_drafts)
         for row, computed in enumerate(rows.num_computed_tokens.tolist()):
             if computed >= 1:
                 known = rows.token_ids[rows.slots[row], : computed + 1].tolist()
                 self.proposed.append((known, own[row].tolist()))
-        return own if self._right is None else self._right(rows)
+        return own if self._right is None else self._right(rows, num_drafts)
 
     def check(self, pair: Pair, num_drafts: int, lengths: dict[tuple[int, ...], int]) -> None:
         """Check some of what the head has said against what it says over whole texts.
@@ -387,7 +387,7 @@ def test_a_head_is_asked_where_it_pays(make_engine: MakeEngine, monkeypatch: pyt
     assert tokens_of(drafting, prompts, params) == expected
     late = clock.steps[100:]
     assert late.count(0) > 0.9 * len(late) > 300
-    assert late.count(3) > 0
+    assert set(late) > {0}, late
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "smollm3", "tiny-qwen3-chat-fp8", "tiny-qwen3-chat-w4a16"])

@@ -134,11 +134,11 @@ class RandomSteps:
         return int(np.clip(self._rng.choice([near, near - 1, near + 1, near // 16 * 16]), 1, most))
 
     def _num_drafts(self, decodes: np.ndarray) -> int:
-        drafts, state = self._limits.drafts, self._state
-        if drafts is None or not 0 < len(decodes) <= max_drafted_rows(drafts.num_speculative_tokens):
+        drafts, state = self._runner.decoder.drafts, self._state
+        if drafts is None or (state.needs_sampling_extras | state.has_grammar)[decodes].any():
             return 0
-        is_plain = not (state.needs_sampling_extras | state.has_grammar)[decodes].any()
-        return drafts.num_speculative_tokens if is_plain and self._rng.random() < 0.8 else 0
+        depths = [depth for depth in drafts.depths if 0 < len(decodes) <= max_drafted_rows(depth)]
+        return int(self._rng.choice([0, *depths, *depths]))
 
     def _clones(self) -> Any:
         if self._rng.random() < 0.7:

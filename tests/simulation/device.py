@@ -21,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 from rose_backend.block_manager import NULL_BLOCK
+from rose_backend.draft_depth import draft_depths
 from rose_backend.engine import decode_runner
 from rose_backend.engine.decode_runner import HISTORY_STEPS, DecodeBuffers, DecodeRunner
 from rose_backend.engine.model_runner import Chunks, Drawn, Forwarded, Hidden, ModelRunner, PassInputs
@@ -269,14 +270,14 @@ class Buffers(DecodeBuffers):
     """``DecodeBuffers`` in NumPy; what they are given is written when its turn comes."""
 
     def __init__(
-        self, num_rows: int, table_width: int, device: Device, num_drafts: int = 0, spare_columns: int = 0
+        self, num_rows: int, table_width: int, device: Device, depths: tuple[int, ...], spare_columns: int
     ) -> None:
         self.tokens = np.zeros((2, num_rows), np.int64)
         self.input_ids, self.first_tokens = self.tokens
         self.longs = np.zeros((num_rows, 4), np.int64)  # position, draw position, seed, slot of the adapter
         self.num_computed_tokens = np.full(num_rows, -1, np.int64)
         self.block_table = np.zeros((num_rows, table_width + spare_columns), np.int64)
-        self.drawn = np.full((HISTORY_STEPS, num_drafts + 1, num_rows), -7, np.int64)
+        self.drawn = np.full((HISTORY_STEPS, depths[-1] + 1, num_rows), -7, np.int64)
         self.history = SimpleNamespace(numpy=lambda: self.drawn)
         self.num_steps = 0
         self._row_changes = _Change(device, self._change_rows)
@@ -309,17 +310,19 @@ class SimulatedDecoder(DecodeRunner):
     ) -> None:
         drafts: Any = None
         if num_drafts:
+            depths = draft_depths(num_drafts)
             chooser = SimpleNamespace(
-                choose=lambda _: num_drafts if device.draft_rng.random() < 0.8 else 0,
+                # Some steps with one number come after each other.
+                choose=lambda _: depths[int(device.draft_rng.random() * 1.4 * len(depths)) % len(depths)],
                 **dict.fromkeys(("look", "note_step", "note_other_step", "note_accepted"), lambda *_: None),
             )
-            drafts = SimpleNamespace(num_drafts=num_drafts, write_rows=lambda *_: None, adaptive=chooser)
+            drafts = SimpleNamespace(depths=depths[1:], write_rows=lambda *_: None, adaptive=chooser)
         with patch.object(decode_runner, "DecodeBuffers", Buffers):
             super().__init__(
                 lambda *_: None, SimpleNamespace(is_in_use=False), manager, state, device, widths, drafts
             )
         self._graphs = SimpleNamespace(run_parts=lambda width, *_: self._queue(width, 0))
-        self._draft_graphs = SimpleNamespace(run=lambda width: self._queue(width, num_drafts))
+        self._draft_graphs = SimpleNamespace(run=lambda step: self._queue(*step))
         self._max_model_len = state.token_ids.shape[1]
         self._step_of: tuple[list[Answer], Any, Any] = ([], None, None)
 

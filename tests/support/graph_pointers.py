@@ -20,6 +20,7 @@ from vllm.config import set_current_vllm_config
 
 from rose_backend.vllm_plugin.step_graph.addresses import Range, addresses_of
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps
+from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps
 from rose_backend.vllm_plugin.step_graph.runner_hooks import managers_of
 
 MAX_NAME = 100
@@ -70,18 +71,25 @@ def graphs_of(runner: Any) -> dict[str, torch.cuda.CUDAGraph]:
     steps = layers.rose_step_graphs
     names = [f"layers, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in layers.graphs]
     found = dict(zip(names, layers.graphs.values(), strict=True))
+    kinds = steps._by_depth if isinstance(steps, AdaptiveSteps) else {steps._query_len - 1: steps}
     around = []
-    if isinstance(steps, AdaptiveSteps):
-        without, steps = steps._without, steps._with
-        around = [("begin without drafts", without._begins), ("end without drafts", without._ends)]
-    around += [("begin", steps._begins), ("end", steps._ends)]
+    for depth, kind_of_steps in kinds.items():
+        around += [
+            (f"begin with {depth} drafts", kind_of_steps._begins),
+            (f"end with {depth} drafts", kind_of_steps._ends),
+        ]
+        if isinstance(kind_of_steps, HeadSteps):
+            around += [
+                (f"later passes of {depth} drafts", kind_of_steps._begins_of_later_passes),
+                (f"passes of {depth} drafts", kind_of_steps._ends_of_passes),
+            ]
     for index, manager in enumerate(of_head):
         names = [
-            f"head {index}, {desc.uniform_token_count} of {desc.num_tokens} tokens" for desc in manager.graphs
+            f"head {index}, {desc.uniform_token_count} of {desc.num_tokens} tokens, "
+            f"{getattr(desc, 'num_speculative_tokens', 'all')} drafts"
+            for desc in manager.graphs
         ]
         found |= dict(zip(names, manager.graphs.values(), strict=True))
-    if of_head:
-        around += [("later passes", steps._begins_of_later_passes), ("passes", steps._ends_of_passes)]
     for kind, captured in around:
         for size, parts in captured._graphs.items():
             found |= {f"{kind} {size}, part {part}": graph for part, graph in enumerate(parts)}

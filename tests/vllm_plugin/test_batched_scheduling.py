@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.conformance.block_manager.pretended_model import expected_output
+from rose_backend.draft_depth import draft_depths
 from rose_backend.scheduling import MAX_WAITING_LOOKED_AT
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, DecodeRequestData, FastOutputs
+from rose_backend.vllm_plugin.scheduler.scheduler import StepInFlight
 from tests.gpu_matrix.drafters import write_with_mtp_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import write_checkpoint
@@ -473,27 +476,28 @@ def run_with_drafts(make_config: MakeConfig, draft: Drafting, name: str, depth: 
 
 
 class ChosenDrafts:
-    """Stands in for ``DraftDepth``: all drafts or none, at random and the same for all that ask in a step."""
+    """Stands in for ``DraftDepth``: any number of drafts, at random and the same for all that ask in a step."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = self.chosen = num_drafts
+        self.depths = draft_depths(num_drafts)
         self.accepted: list[float] = []
         self.timed: set[int] = set()
         self._rng = random.Random(5)
 
     def turn(self) -> None:
         if self._rng.random() < 0.15:
-            self.chosen = self.num_drafts - self.chosen
+            self.chosen = self._rng.choice([depth for depth in self.depths if depth != self.chosen])
 
     def choose(self, num_requests: int) -> int:
         return self.chosen
 
-    def note_accepted(self, num_accepted: float) -> None:
-        assert 0 <= num_accepted <= self.num_drafts
-        self.accepted.append(num_accepted)
+    def note_accepted(self, shares: list[float]) -> None:
+        assert len(shares) <= self.num_drafts and [1, *shares, 0] == sorted([1, *shares, 0], reverse=True)
+        self.accepted.append(sum(shares))
 
     def note_time(self, depth: int, num_requests: int, seconds: float) -> None:
-        assert depth in (0, self.num_drafts) and num_requests > 0 and seconds > 0
+        assert depth in self.depths and num_requests > 0 and seconds > 0
         self.timed.add(depth)
 
 
@@ -526,10 +530,24 @@ def test_drafts_come_and_go_as_in_vllm(
 
     pair.step = pair.checked_step = step_of_chosen  # type: ignore[method-assign]
     Traffic(11, num_requests=60, arrival_rate=0.2, burst=5, kinds=KINDS, block_hasher=HASHER).run(pair)
-    assert num_changes > 10 and set(depths) == {0, num_drafts}
+    assert num_changes > 10 and set(depths) == set(chosen.depths)
     assert pair.stock.worker.num_accepted > (0 if name == "all wrong" else 100) - 1
     assert pair.num_batched_tokens > pair.num_tokens // 2
-    assert chosen.accepted and chosen.timed == {0, num_drafts}
+    assert chosen.accepted and (chosen.timed == {0, 1} or chosen.timed > {0, num_drafts})
+
+
+def test_a_step_whose_requests_differ_in_drafts_is_not_timed(
+    make_config: MakeConfig, draft_or_not: Drafting
+) -> None:
+    scheduler = make_simulation(make_config, depth=2, **draft_or_not(), **ROOMY).scheduler
+    scheduler._draft_depth = chosen = ChosenDrafts(NUM_DRAFTS)
+    fast_outputs = FastOutputs([], [], 1)
+    for counts in ({"a": 1, "b": 3}, {"a": 1, "b": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}, {"a": 2, "b": 2}):
+        output: Any = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=4)
+        scheduler._note_time(StepInFlight(output, fast_outputs, 0.0, 0))
+        assert chosen.timed == set()
+    scheduler._note_time(StepInFlight(output, fast_outputs, 0.0, 0))
+    assert chosen.timed == {1}
 
 
 def test_requests_with_a_seed_keep_their_drafts(make_config: MakeConfig, draft_or_not: Drafting) -> None:
@@ -598,7 +616,7 @@ def test_drafts_are_made_where_they_pay(
         simulation.step()
         depths.append(scheduler._num_drafts)
     # Without a trial of the other it would not be known.
-    assert set(depths) == {0, NUM_DRAFTS}
+    assert set(depths) == set(draft_depths(NUM_DRAFTS))
     assert depths.count(expected) > 0.6 * len(depths)
 
 
@@ -629,7 +647,7 @@ def test_drafts_that_nobody_can_look_up_are_tried_now_and_then(
         depths.append(scheduler._num_drafts)
     wrong, right = depths[200:2000], depths[-800:]
     # What trials lose is what a step with drafts takes longer.
-    assert 0 < wrong.count(NUM_DRAFTS) < 0.03 * len(wrong)
+    assert 0 < len(wrong) - wrong.count(0) < 0.03 * len(wrong)
     assert right.count(NUM_DRAFTS) > 0.9 * len(right)
 
 

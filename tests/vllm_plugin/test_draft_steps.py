@@ -18,6 +18,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
+from rose_backend.draft_depth import draft_depths
 from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import draft_steps
@@ -39,16 +40,25 @@ def _sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def check_state(runner: DraftRunner, requests: DraftRequests, *, has_drafts: bool = True) -> None:
+def adaptive_steps(runner: DraftRunner) -> AdaptiveSteps:
+    depths = draft_depths(runner.num_drafts)
+    return AdaptiveSteps(
+        {depth: DraftSteps(runner, depth) if depth else StepGraphs(runner) for depth in depths}
+    )
+
+
+def check_state(runner: DraftRunner, requests: DraftRequests, num_drafts: int | None = None) -> None:
     states = runner.req_states
+    num_drafts = runner.num_drafts if num_drafts is None else num_drafts
     for request_id in requests.running:
         slot, length = states.req_id_to_index[request_id], requests.num_known[request_id]
         text = requests.texts[request_id][:length]
         assert states.all_token_ids.gpu[slot, :length].tolist() == text
         assert int(states.total_len.gpu[slot]) == int(states.num_computed_tokens.gpu[slot]) + 1 == length
         assert int(states.last_sampled_tokens[slot]) == text[-1]
-        if has_drafts:
-            assert states.draft_tokens[slot].tolist() == runner.propose_for(slot, length)
+        if num_drafts:
+            expected = runner.propose_for(slot, length)[:num_drafts]
+            assert states.draft_tokens[slot].tolist() == expected + [-1] * (runner.num_drafts - num_drafts)
 
 
 def replay(steps: DraftSteps | AdaptiveSteps, output: SchedulerOutput) -> Any:
@@ -67,7 +77,7 @@ def test_requests_come_and_go(
 ) -> None:
     """With a scheduler that is a step ahead, and steps of vLLM's own in between."""
     runner, choose = DraftRunner(num_drafts, groups), random.Random(5)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, share_right, 5)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, share_right, 5)
     counts, num_own = [], 0
     ahead: tuple[list[str], Any] | None = None
 
@@ -108,12 +118,12 @@ def test_requests_come_and_go(
     assert {*counts} == shares[share_right] and len(counts) > 150
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num_drafts: int) -> None:
-    """With a scheduler that is a step ahead. Steps between those with drafts and those without are vLLM's."""
+    """With a scheduler that is a step ahead. Steps between two numbers of drafts are vLLM's."""
     runner, choose = DraftRunner(num_drafts, groups), random.Random(5)
-    steps, requests = AdaptiveSteps(StepGraphs(runner), DraftSteps(runner)), DraftRequests(runner, 0.7, 5)
+    steps, requests = adaptive_steps(runner), DraftRequests(runner, 0.7, 5)
     kinds, drafts = [], num_drafts
     ahead: tuple[list[str], Any, Any, int] | None = None
 
@@ -126,7 +136,8 @@ def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num
             requests.hear(ids, told, of_step)
         ahead = None
 
-    for _ in range(200):
+    depths = draft_depths(num_drafts)
+    for _ in range(60 * len(depths) ** 2):
         for request_id in list(requests.running):
             if not requests.has_room(request_id) or choose.random() < 0.03:
                 requests.end(request_id)
@@ -136,7 +147,7 @@ def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num
             hear()
             drafts = num_drafts
             continue
-        num_next = num_drafts - drafts if choose.random() < 0.2 else drafts
+        num_next = choose.choice(depths) if choose.random() < 0.4 else drafts
         output, ids = requests.step(drafts, num_next), list(requests.running)
         if num_next == drafts:
             result: Any = replay(steps, output)
@@ -147,17 +158,17 @@ def test_drafts_come_and_go(groups: tuple[tuple[int, int | None, int], ...], num
         hear()
         ahead = ids, expected, result, drafts
         kinds.append((drafts, num_next))
-        check_state(runner, requests, has_drafts=num_next > 0)
+        check_state(runner, requests, num_next)
         drafts = num_next
     hear()
-    assert all(kinds.count(kind) > 8 for kind in itertools.product((0, num_drafts), repeat=2)), kinds
+    assert all(kinds.count(kind) > 8 for kind in itertools.product(depths, repeat=2)), kinds
     steps.close()
     assert runner.model.compute_logits == runner._logits
 
 
 def test_tokens_of_one_kind_are_asked_for_before_a_step_of_the_other() -> None:
     runner = DraftRunner(3)
-    steps, requests = AdaptiveSteps(StepGraphs(runner), DraftSteps(runner)), DraftRequests(runner, 0.7, 1)
+    steps, requests = adaptive_steps(runner), DraftRequests(runner, 0.7, 1)
     requests.add(3)
     assert steps.launch(requests.step())
     with pytest.raises(IntegrityError, match="never asked for its tokens"):
@@ -166,7 +177,7 @@ def test_tokens_of_one_kind_are_asked_for_before_a_step_of_the_other() -> None:
 
 def test_outputs_count_tokens_and_vllm_is_told_of_drafts() -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 0.7, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 0.7, 1)
     requests.add(3)
     requests.add(9)
     counted = STEPS.rose
@@ -183,7 +194,7 @@ def test_outputs_count_tokens_and_vllm_is_told_of_drafts() -> None:
 
 def test_the_same_batch_is_not_taken_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     for _ in range(3):
         requests.add(5)
     calls: list[str] = []
@@ -199,7 +210,7 @@ def test_the_same_batch_is_not_taken_over_again(monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_of_padding_write_no_drafts_of_others() -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     for _ in range(3):
         requests.add(4)
     drafts = runner.req_states.draft_tokens
@@ -212,7 +223,7 @@ def test_rows_of_padding_write_no_drafts_of_others() -> None:
 def test_seeds_and_temperatures_are_those_of_the_batch() -> None:
     """At addresses that stay: vLLM's own take turns."""
     runner = DraftRunner(2)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     temperature, seeds = steps._parameters["temperature"], steps._parameters["seeds"]
     places = temperature.data_ptr(), seeds.data_ptr()
     for number in range(3):
@@ -270,7 +281,7 @@ def test_grammars_are_vllms(output: SchedulerOutput) -> None:
 
 def test_what_a_request_wants_decides() -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     requests.add(5)
     slot, sampler = runner.req_states.req_id_to_index["request 0"], runner.sampler
     bias, penalties, bad_words = sampler.logits_processors
@@ -302,14 +313,13 @@ def test_what_a_request_wants_decides() -> None:
 def test_more_requests_than_logits_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_steps, "_MAX_HEAD_BYTES", 4 * VOCAB_SIZE * 18)
     runner = DraftRunner(3)
-    assert max_num_logits(runner) == 18
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    assert max_num_logits(runner, 4) == 18
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     assert steps._sizes == [4, 2, 1]
     for _ in range(5):
         requests.add(2)
     assert not steps.launch(requests.step())
-    runner.decode_query_len = 1
-    assert max_num_logits(runner) == MAX_REQS
+    assert max_num_logits(runner, 1) == MAX_REQS
 
 
 @pytest.mark.parametrize("num_drawn", [1, 3])
@@ -317,7 +327,7 @@ def test_random_draws_are_verified_in_parts(monkeypatch: pytest.MonkeyPatch, num
     """Of as many requests as have room; temperature comes before, on a copy in float32."""
     runner = DraftRunner(2)
     monkeypatch.setattr(draft_steps, "MAX_LOGITS_BYTES", 4 * VOCAB_SIZE * 3 * num_drawn)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 0.7, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 0.7, 1)
     for _ in range(5):
         requests.add(4)
     changed: list[tuple[int, list[int]]] = []
@@ -343,7 +353,7 @@ def test_random_draws_are_verified_in_parts(monkeypatch: pytest.MonkeyPatch, num
 
 def test_both_kinds_of_steps_multiply_as_many_rows() -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     for _ in range(3):
         requests.add(4)
     replay(steps, requests.step()).get_output()
@@ -369,7 +379,7 @@ def test_both_kinds_of_steps_multiply_as_many_rows() -> None:
 
 def test_a_row_ends_before_its_last_column() -> None:
     runner = DraftRunner(3)
-    steps, requests = DraftSteps(runner), DraftRequests(runner, 1.0, 1)
+    steps, requests = DraftSteps(runner, runner.num_drafts), DraftRequests(runner, 1.0, 1)
     requests.add(MAX_LEN - 9)
     while requests.has_room("request 0"):
         told = replay(steps, requests.step()).get_output().sampled_token_ids

@@ -1,4 +1,4 @@
-"""Replayed steps with the drafts of an EAGLE head: what they leave behind, and which graphs of vLLM's they need."""
+"""Replayed steps with the drafts of a head: what they leave behind, and which graphs of vLLM's they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.support.vllm_plugin.steady_runner import MAX_REQS, SIZES, Desc
 CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "EAGLE-3": ({"num_drafts": 3, "groups": "one group"}, {1, 2, 3, 4}),
     "one draft, several groups": ({"num_drafts": 1, "groups": "windows"}, {1, 2}),
-    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "auxiliary": False}, {1, 2, 3}),
+    "EAGLE": ({"num_drafts": 2, "groups": "one group, two shapes", "method": "eagle"}, {1, 2, 3}),
+    "MTP": ({"num_drafts": 3, "groups": "one group", "method": "mtp"}, {1, 2, 3, 4}),
     "drawn": ({"num_drafts": 2, "groups": "one group", "is_drawn": True}, {1, 2, 3}),
     # And to the end of the head's context.
     "never right": (
@@ -38,22 +39,33 @@ CASES: dict[str, tuple[dict[str, Any], set[int]]] = {
     ),
     "always right": ({"num_drafts": 7, "groups": "one group", "share_right": 1.0}, {8}),
     "come and go": (
-        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40},
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.3, "num_steps": 80},
         {1, 2, 3, 4},
     ),
     "EAGLE's come and go": (
         {
             "num_drafts": 1,
             "groups": "one group, two shapes",
-            "auxiliary": False,
-            "share_turned": 0.25,
+            "method": "eagle",
+            "share_turned": 0.3,
             "num_steps": 40,
         },
         {1, 2},
     ),
     "come and go, stored alone": (
-        {"num_drafts": 3, "groups": "windows", "share_turned": 0.25, "num_steps": 40, "stores": True},
+        {"num_drafts": 3, "groups": "windows", "share_turned": 0.3, "num_steps": 80, "stores": True},
         {1, 2, 3, 4},
+    ),
+    "MTP's come and go": (
+        {
+            "num_drafts": 2,
+            "groups": "windows",
+            "method": "mtp",
+            "share_turned": 0.3,
+            "num_steps": 80,
+            "seed": 18,
+        },
+        {1, 2, 3},
     ),
     "synthetic": ({"num_drafts": 3, "groups": "one group", "synthetic": True}, {1, 2, 3, 4}),
 }
@@ -89,12 +101,13 @@ class Passes:
 
     def dispatch(self, num_reqs: int, num_tokens: int, query_len: int, num_active_loras: int) -> Desc:
         self.asked.append((num_reqs, num_tokens, query_len, num_active_loras))
-        assert query_len in (1, self._query_len)
+        assert query_len in (1, 4, self._query_len)
         size = next(size for size in SIZES if size * query_len >= num_tokens)
         mode = CUDAGraphMode.FULL if num_reqs <= self._num_captured else CUDAGraphMode.NONE
         return Desc(size * query_len, mode, uniform_token_count=query_len)
 
     def specialize_spec_tokens(self, desc: Desc, num_drafts: int) -> Desc:
+        self.num_drafts = num_drafts
         return desc
 
 
@@ -112,7 +125,7 @@ def make_runner(num_drafts: int, num_first: int, num_later: int) -> DraftRunner:
 )
 def test_steps_need_graphs_of_all_passes(num_drafts: int, num_first: int, num_later: int, most: int) -> None:
     runner = make_runner(num_drafts, num_first, num_later)
-    steps, requests = HeadSteps(runner), DraftRequests(runner, 0.0, 1)
+    steps, requests = HeadSteps(runner, num_drafts), DraftRequests(runner, 0.0, 1)
     assert sorted(steps._passes) == [*range(1, most + 1)]
     head = runner.speculator
     # As vLLM asks for them: with the tokens of padding that the step has.
@@ -125,6 +138,12 @@ def test_steps_need_graphs_of_all_passes(num_drafts: int, num_first: int, num_la
         count = STEPS.vllm.get(reason, 0)
         assert not steps.launch(requests.step())
         assert STEPS.vllm[reason] == count + 1
+
+
+def test_steps_with_some_of_the_drafts_have_as_many_passes() -> None:
+    steps = HeadSteps(make_runner(7, 8, 8), 3)
+    assert steps._head.decode_cudagraph_manager.num_drafts == 3
+    assert all(passes.first.uniform_token_count == 4 for passes in steps._passes.values())
 
 
 def test_steps_without_drafts_need_graphs_of_the_first_pass_and_have_no_prompts() -> None:
@@ -145,7 +164,7 @@ def test_steps_without_drafts_need_graphs_of_the_first_pass_and_have_no_prompts(
 
 def test_rows_of_padding_belong_to_nobody() -> None:
     runner = make_runner(3, 8, 8)
-    steps = HeadSteps(runner)
+    steps = HeadSteps(runner, 3)
     steps._upload_rows(np.array([5, 2, 7]))
     given = steps._row_inputs.tensors
     assert given["is_row"].tolist() == [True] * 3 + [False] * 5
@@ -157,11 +176,11 @@ def test_rows_of_padding_belong_to_nobody() -> None:
 
 def test_graphs_are_counted_and_given_back() -> None:
     runner = make_runner(3, 8, 8)
-    steps = HeadSteps(runner)
+    steps = HeadSteps(runner, 3)
     num_sizes = len(SIZES)
     # Greedy and drawn ends, prologues, and two behind graphs of the head.
     assert steps._num_graphs() == 5 * num_sizes
-    assert HeadSteps(make_runner(1, 8, 8))._num_graphs() == 4 * num_sizes
+    assert HeadSteps(make_runner(1, 8, 8), 1)._num_graphs() == 4 * num_sizes
     for graphs in (steps._begins_of_later_passes, steps._ends_of_passes):
         graphs._graphs[1] = (torch.cuda.CUDAGraph,)  # type: ignore[assignment]
     steps.close()

@@ -96,6 +96,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState, apply_thinking_budget
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -812,6 +813,14 @@ def test_heads_propose_as_replayed_steps_do_it() -> None:
     """See ``step_graph/head_steps.py``."""
     # Nothing is done before and after passes, as other heads do.
     assert {name for name in vars(EagleSpeculator) if not name.startswith("_")} == {"load_draft_model"}
+    # An MTP module does, where what it calls "top-k indices" is shared.
+    hooks = {name for name in vars(MTPSpeculator) if not name.startswith("_")} - {
+        *("load_draft_model", "share_mtp_topk_indices")
+    }
+    for name in hooks:
+        body = ast.parse(textwrap.dedent(inspect.getsource(getattr(MTPSpeculator, name)))).body[0].body
+        assert [type(each) for each in body] == [ast.If]
+        assert "self.share_mtp_topk_indices" in ast.unparse(body[0].test)
     propose = inspect.getsource(ar.TargetDependentARSpeculator.propose)
     order = (
         *(
@@ -869,7 +878,7 @@ def test_a_draft_model_takes_inputs_of_a_step_beside_its_tokens() -> None:
     assert "range(" not in propose and propose.count("num_speculative_tokens") == 1
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "MiMo", "Mistral", "Qwen2", "Qwen3"])
 def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(family: str) -> None:
     ours = getattr(decoder, f"Rose{family}ForCausalLM")
     theirs = ours.__mro__[2]
@@ -1224,7 +1233,7 @@ def test_drafts_of_many_requests_are_counted_as_vllm_counts_each() -> None:
     at_once, one_by_one = SpecDecodingStats.new(3), SpecDecodingStats.new(3)
     for stats in (at_once, one_by_one):
         stats.observe_draft(2, 1)
-    observe_drafts(at_once, counts)
+    observe_drafts(at_once, counts, 3)
     for count in counts:
         one_by_one.observe_draft(3, count - 1)
     assert at_once == one_by_one

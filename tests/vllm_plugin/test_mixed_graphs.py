@@ -25,9 +25,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+)
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 import rose_backend
+from rose_backend.draft_depth import draft_depths
 from rose_backend.vllm_plugin.attention.audited_models import (
     AUDITED_CLASSES,
     AUDITED_FOR_DECODES,
@@ -45,7 +50,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
 )
 from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
-from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, rose_options
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, is_applied, resolve_owner
 from tests.support.forward_state import ModelClass, find_state, read_classes
 from tests.support.vllm_plugin.attention_steps import (
@@ -168,12 +173,9 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
     choose_mixed_graphs(config)
     compilation = config.compilation_config
     support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
-    if method in ("draft_model", "mtp"):
+    if method == "draft_model":
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
-        assert (
-            graphs_told_of(config)
-            == " graphs of decodes only (a drafter with a model other than an EAGLE head)"
-        )
+        assert graphs_told_of(config) == f" graphs of decodes only ({OTHER_DRAFTER})"
         # Eight tokens are as many as decode attention takes.
         assert (
             support
@@ -182,6 +184,12 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
     else:
         assert compilation.cudagraph_mode == CUDAGraphMode.FULL and graphs_told_of(config) == ""
         assert support is AttentionCGSupport.ALWAYS
+
+
+def of_mtp(architecture: str, num_modules: int = 1) -> Any:
+    """Return what is read of a drafter's configuration."""
+    fields = SimpleNamespace(num_nextn_predict_layers=num_modules, model_type="some")
+    return SimpleNamespace(architecture=architecture, hf_config=fields)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +203,12 @@ def test_full_graphs_beside_drafts(on_gpu: OnGpu, method: str, num_drafts: int) 
             "num_speculative_tokens_per_batch_size",
         ),
         ({"draft_model_config": SimpleNamespace(architecture="Eagle3LlamaForCausalLM")}, None),
+        ({"method": "mtp", "draft_model_config": of_mtp("MiMoMTPModel")}, None),
+        (
+            {"method": "mtp", "draft_model_config": of_mtp("ErnieMTPModel")},
+            "ErnieMTPModel is not among the audited models",
+        ),
+        ({"method": "mtp", "draft_model_config": of_mtp("MiMoMTPModel", 2)}, OTHER_DRAFTER),
         (
             {"draft_model_config": SimpleNamespace(architecture="EagleMistralLarge3ForCausalLM")},
             "EagleMistralLarge3ForCausalLM is not among the audited models",
@@ -218,7 +232,7 @@ def test_heads_that_keep_vllms_graphs(
         monkeypatch.setattr(config.speculative_config, "attention_backend", config.attention_config.backend)
         assert why_drafter_needs_vllms_graphs(config) is None
         monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
-        assert why_drafter_needs_vllms_graphs(config) == "an EAGLE head beside images"
+        assert why_drafter_needs_vllms_graphs(config) == "a head beside images"
     else:
         assert mode == CUDAGraphMode.FULL_AND_PIECEWISE and support is AttentionCGSupport.UNIFORM_BATCH
         assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
@@ -296,9 +310,8 @@ def test_steps_that_only_decode_have_graphs_of_their_own(on_gpu: OnGpu) -> None:
 def test_rows_with_all_their_drafts_have_graphs_of_their_own(
     on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, query_len: int, enable_lora: bool, is_adaptive: bool
 ) -> None:
-    monkeypatch.setattr(
-        "rose_backend.vllm_plugin.attention.mixed_graphs.adapts_drafts", lambda config: is_adaptive
-    )
+    depths = draft_depths(query_len - 1) if is_adaptive else (query_len - 1,)
+    monkeypatch.setattr("rose_backend.vllm_plugin.attention.mixed_graphs.depths_of", lambda config: depths)
     sizes, num_adapters = [1, 2, 4, 8, 16, 20, 32, 65], int(enable_lora)
     config = on_gpu(
         sizes, max_num_seqs=20, enable_lora=enable_lora, speculative_config=n_grams(query_len - 1)
@@ -308,8 +321,8 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert len(set(captured)) == len(captured) and captured[0].num_tokens == 65
     most = max(desc.num_reqs for desc in captured if desc.uniform_token_count == query_len)
-    # As many rows as there are tokens for.
-    assert most == {2: 16, 3: 11, 8: 4}[query_len]
+    # As many rows as there are requests, or tokens for.
+    assert most == {2: 20, 3: 20, 8: 8}[query_len]
     for num_rows in range(1, 65 // query_len + 1):
         num_tokens = num_rows * query_len
         for uniform in (query_len, None):
@@ -319,11 +332,43 @@ def test_rows_with_all_their_drafts_have_graphs_of_their_own(
             if found.uniform_token_count is not None:
                 assert found.num_reqs * query_len == found.num_tokens
                 assert found.num_tokens < min(size for size in sizes if size >= num_tokens) + query_len
-    # Without drafts a step is a mixed one, unless they may be left out.
-    for num_rows in range(1, 21):
-        found = manager.dispatch(num_rows, num_rows, 1, num_adapters, 1)
-        assert found.uniform_token_count == (1 if is_adaptive else None)
-        assert not is_adaptive or found.num_reqs == found.num_tokens >= num_rows
+    # With fewer drafts, or none, a step is a mixed one, unless some may be left out.
+    for fewer in range(1, query_len):
+        most = max((desc.num_reqs for desc in captured if desc.uniform_token_count == fewer), default=0)
+        assert (most > 7) == (is_adaptive and fewer in (1, 2, 4))
+        for num_rows in range(1, min(20, 64 // fewer) + 1):
+            found = manager.dispatch(num_rows, num_rows * fewer, fewer, num_adapters, fewer)
+            assert found.uniform_token_count == (fewer if num_rows <= most else None)
+            assert num_rows > most or found.num_reqs * fewer == found.num_tokens >= num_rows * fewer
+
+
+class PassesManager(Manager, SpeculatorCudaGraphManager):
+    """vLLM's choice of graphs of a head's passes after its first one."""
+
+
+def test_passes_of_a_head_have_graphs_for_each_number_of_drafts(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM has them where drafts depend on the size of the batch."""
+    config = on_gpu([1, 2, 4], max_num_seqs=4, speculative_config=n_grams(7))
+    config.speculative_config.method = "eagle3"
+    found = {}
+    for depths in ((7,), (0, 1, 3, 7)):
+        monkeypatch.setattr(
+            "rose_backend.vllm_plugin.attention.mixed_graphs.depths_of", lambda _, of=depths: of
+        )
+        manager = PassesManager(config, CUDAGraphMode.FULL_DECODE_ONLY, 4)
+        found[depths] = manager._capture_descs[CUDAGraphMode.FULL]
+    plain, special = found.values()
+    assert [desc.num_tokens for desc in plain] == [4, 2, 1]
+    assert not any(isinstance(desc, SpeculatorBatchDescriptor) for desc in plain)
+    assert [(desc.num_tokens, desc.num_speculative_tokens) for desc in special] == [
+        (size, depth) for size in (4, 2, 1) for depth in (7, 3)
+    ]
+    manager.graphs = dict.fromkeys(special)
+    for depth in (3, 7):
+        desc = manager.specialize_spec_tokens(manager.dispatch(3, 3, 1, 0), depth)
+        assert desc in special and desc.num_speculative_tokens == depth and desc.num_tokens == 4
 
 
 def test_rows_with_more_drafts_than_decode_attention_takes_have_no_graphs_of_their_own(on_gpu: OnGpu) -> None:
@@ -343,7 +388,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
     make_config: MakeConfig, on_gpu: OnGpu
 ) -> None:
     drafting, config = make_config(**N_GRAM), on_gpu()
-    drafting.speculative_config.method = "mtp"
+    drafting.speculative_config.method = "draft_model"
     with pytest.MonkeyPatch.context() as patch:
         # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
@@ -586,7 +631,7 @@ def test_the_documentation_lists_them() -> None:
     section = (
         PAGE.read_text().partition("\n## Full CUDA graphs of steps with prompts")[2].partition("\n##")[0]
     )
-    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))`", section)
+    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|MTP))`", section)
     audited = {**AUDITED_CLASSES, **AUDITED_FOR_DECODES}
     own = {name.partition(":")[2] for name in audited if name.startswith("vllm.")}
     assert len(listed) == len(set(listed)) and set(listed) == own

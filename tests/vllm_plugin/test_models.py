@@ -34,7 +34,8 @@ from rose_backend.vllm_plugin.models.model_choice import (
     ModelChoice,
     choose_model_class,
 )
-from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.options import OTHER_DRAFTER, rose_options
+from tests.gpu_matrix.drafters import write_with_mtp_head
 from tests.support.eagle_checkpoints import write_eagle3_drafter
 from tests.support.llama_checkpoints import change_json, write_checkpoint
 from tests.support.quantized_checkpoints import FORMATS, INT4_FORMATS, write_pair
@@ -121,11 +122,17 @@ def test_drafts_that_are_looked_up_have_roses_layers(
     assert layers_of(config) in DECODERS.values()
 
 
-@pytest.mark.parametrize("custom_ops", [[], ["-silu_and_mul"], ["all", "+quant_fp8"]], ids=str)
-def test_eagle_heads_have_roses_layers_beside_fused_ones_of_vllms(
+@pytest.mark.parametrize(
+    ("head", "custom_ops"),
+    [("EAGLE-3", []), ("EAGLE-3", ["-silu_and_mul"]), ("EAGLE-3", ["all", "+quant_fp8"]), ("MTP", [])],
+    ids=str,
+)
+def test_models_with_heads_have_roses_layers_beside_fused_ones_of_vllms(
     make_config: MakeConfig,
     checkpoints: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    head: str,
     custom_ops: list[str],
 ) -> None:
     def priority(config: Any) -> IrOpPriorityConfig:
@@ -134,8 +141,12 @@ def test_eagle_heads_have_roses_layers_beside_fused_ones_of_vllms(
 
     # As on a GPU.
     monkeypatch.setattr(current_platform, "get_default_ir_op_priority", priority)
-    model = Path(checkpoints("llama"))
-    drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    if head == "MTP":
+        model, name = write_with_mtp_head(tmp_path), "RoseMiMoForCausalLM"
+        drafter: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    else:
+        model, name = Path(checkpoints("llama")), "RoseLlamaForCausalLM"
+        drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     config = make_config(
         model=str(model),
         enforce_eager=False,
@@ -144,7 +155,7 @@ def test_eagle_heads_have_roses_layers_beside_fused_ones_of_vllms(
         ir_op_priority={"fused_add_rms_norm": ["oink"]},
     )
     for _ in range(2):
-        assert layers_of(config) == "RoseLlamaForCausalLM"
+        assert layers_of(config) == name
         compilation, chosen = config.compilation_config, config.kernel_config.ir_op_priority
         assert compilation.mode == CompilationMode.NONE
         assert {*compilation.custom_ops} == {"all", *custom_ops}
@@ -180,14 +191,14 @@ def test_eagle3_heads_have_roses_layer_where_it_is_theirs(
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     drafter = write_eagle3_drafter(model, 2, **ids, **fields)
     config = make_config(model=str(model), speculative_config=drafter)
-    said = [line for line in rose_log if "EAGLE head" in line]
+    said = [line for line in rose_log if "head that drafts" in line]
     for _ in range(2):
         assert layers_of(config) == "RoseLlamaForCausalLM"
         assert (head_of(config) == model_choice.EAGLE3_HEAD) == (reason is None)
         assert config.speculative_config.use_local_argmax_reduction == (reason is None)
         # The engine core finishes its copy again.
         config.__post_init__()
-    assert said == ([] if reason is None else [f"The layers of the EAGLE head are vLLM's: {reason}"])
+    assert said == ([] if reason is None else [f"The layers of the head that drafts are vLLM's: {reason}"])
 
 
 @pytest.mark.parametrize("backend", ["CPU_ATTN", None])
@@ -199,7 +210,9 @@ def test_eagle3_heads_with_another_attention_have_vllms_layer(
     drafter = write_eagle3_drafter(model, 2, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     config = make_config(model=str(model), speculative_config=drafter | {"attention_backend": backend})
     assert head_of(config) != model_choice.EAGLE3_HEAD
-    assert "The layers of the EAGLE head are vLLM's: another attention backend for the drafter" in rose_log
+    assert (
+        "The layers of the head that drafts are vLLM's: another attention backend for the drafter" in rose_log
+    )
 
 
 def test_probabilistic_drafts_keep_the_heads_logits(
@@ -225,7 +238,7 @@ def test_a_drafter_with_a_model_keeps_vllms_layers(
         assert layers_of(config) == model_choice.GPT2
     else:
         assert layers_of(config) == "LlamaForCausalLM"
-        assert idle_parts(rose_log[0])["fused_mlp"] == "a drafter with a model other than an EAGLE head"
+        assert idle_parts(rose_log[0])["fused_mlp"] == OTHER_DRAFTER
 
 
 @pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])

@@ -39,6 +39,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata, MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
@@ -49,7 +51,7 @@ from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
-from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, SCHEDULER_CLASS
+from rose_backend.vllm_plugin.options import CONNECTORS_OUTSIDE_OF_LAYERS, OTHER_DRAFTER, SCHEDULER_CLASS
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import addresses as graph_addresses
 from rose_backend.vllm_plugin.step_graph import runner_hooks, whole_steps
@@ -1260,11 +1262,13 @@ class HookedRunner:
     ("drafter", "is_adaptive", "kinds"),
     [
         (None, False, ["StepGraphs"]),
-        (NgramGPUSpeculator, False, ["DraftSteps"]),
-        (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps"]),
-        (EagleSpeculator, False, ["HeadSteps"]),
-        (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps"]),
-        (EagleSpeculator, True, ["StoringHeadSteps", "HeadSteps"]),
+        (NgramGPUSpeculator, False, ["DraftSteps 3"]),
+        (NgramGPUSpeculator, True, ["StepGraphs", "DraftSteps 1", "DraftSteps 3"]),
+        (EagleSpeculator, False, ["HeadSteps 3"]),
+        (EagleSpeculator, True, ["PlainHeadSteps", "HeadSteps 1", "HeadSteps 3"]),
+        (EagleSpeculator, True, ["StoringHeadSteps", "HeadSteps 1", "HeadSteps 3"]),
+        (MTPSpeculator, False, ["HeadSteps 3"]),
+        (MTPSpeculator, True, ["PlainHeadSteps", "HeadSteps 1", "HeadSteps 3"]),
     ],
 )
 def test_which_kinds_of_steps_are_captured(
@@ -1275,16 +1279,16 @@ def test_which_kinds_of_steps_are_captured(
     captured: list[tuple[str, Any]] = []
 
     class Steps:
-        def __init__(self, name: str, runner: Any) -> None:
-            self.name = name
-            made.append(name)
+        def __init__(self, name: str, runner: Any, *num_drafts: int) -> None:
+            self.name = " ".join([name, *map(str, num_drafts)])
+            made.append(self.name)
 
         def capture(self, stream: Any) -> None:
             captured.append((self.name, stream))
 
     for name in ("StepGraphs", "DraftSteps", "HeadSteps", "PlainHeadSteps", "StoringHeadSteps"):
         monkeypatch.setattr(runner_hooks, name, functools.partial(Steps, name))
-    monkeypatch.setattr(runner_hooks, "adapts_drafts", lambda config: is_adaptive)
+    monkeypatch.setattr(runner_hooks, "depths_of", lambda config: (0, 1, 3) if is_adaptive else (3,))
     monkeypatch.setattr(runner_hooks, "GraphAddresses", lambda runner: None)
     runner = SimpleNamespace(
         speculative_config=None if drafter is None else object(),
@@ -1620,7 +1624,10 @@ def set_drafts(runner: Any) -> None:
         ("speculative_config.rejection_sample_method", "fly", "another rejection sampler"),
         ("rejection_sampler.watermark_key", 5, "another rejection sampler"),
         ("rejection_sampler", object(), "another rejection sampler"),
-        ("speculator", object(), "a drafter with a model other than an EAGLE head"),
+        ("speculator", object(), OTHER_DRAFTER),
+        # A subclass may do more between its passes.
+        ("speculator", object.__new__(type("Other", (MTPSpeculator,), {})), OTHER_DRAFTER),
+        ("speculator", object.__new__(MultiModuleMTPSpeculator), OTHER_DRAFTER),
         ("decode_query_len", 9, "more drafts than decode attention takes"),
         ("adaptive_verification", object(), "adaptive verification"),
         ("dp_size", 2, "drafts with data parallelism"),
@@ -1643,18 +1650,21 @@ def test_n_gram_drafts_are_served(path: str, value: Any, reason: str | None) -> 
         ("num_speculative_steps", 7, None),
         ("draft_logits", torch.zeros(1), "probabilistic drafts"),
         ("supports_decode_metadata_update", False, "a graph for each pass of a head"),
+        ("share_mtp_topk_indices", True, "top-k indices that passes share"),
     ],
 )
-def test_drafts_of_eagle_heads_are_served(name: str, value: Any, reason: str | None) -> None:
+@pytest.mark.parametrize("speculator", [EagleSpeculator, MTPSpeculator])
+def test_drafts_of_heads_are_served(speculator: type[Any], name: str, value: Any, reason: str | None) -> None:
     runner = make_runner([make_group(FULL)])
     set_drafts(runner)
-    head = runner.speculator = object.__new__(EagleSpeculator)
+    head = runner.speculator = object.__new__(speculator)
     head.num_speculative_steps, head.draft_logits, head.supports_decode_metadata_update = 3, None, True
     setattr(head, name, value)
     assert why_engine_is_not_replayed(runner) == reason
     # With one draft there are no later passes.
     head.num_speculative_steps = 1
-    assert why_engine_is_not_replayed(runner) == (reason if name == "draft_logits" else None)
+    is_of_later_passes = name == "supports_decode_metadata_update"
+    assert why_engine_is_not_replayed(runner) == (None if is_of_later_passes else reason)
 
 
 def test_drafts_beside_states_are_vllms() -> None:

@@ -36,12 +36,13 @@ _ROSE_LAYERS = "The loop of rose_backend/layers: a step's residual stream and at
 AUDITED_CLASSES: dict[str, str] = {
     **{
         f"{_ROSE}decoder:Rose{family}ForCausalLM": _ROSE_LAYERS
-        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+        for family in ("Llama", "MiMo", "Mistral", "Qwen2", "Qwen3")
     },
     f"{_ROSE}gpt2:RoseGPT2LMHeadModel": _LAYERS,
     f"{_ROSE}eagle3:RoseEagle3LlamaForCausalLM": _HEAD,
     f"{_VLLM}gpt2:GPT2LMHeadModel": _LAYERS,
     f"{_VLLM}llama:LlamaForCausalLM": _LAYERS,
+    f"{_VLLM}mimo:MiMoForCausalLM": _LAYERS,
     f"{_VLLM}mistral:MistralForCausalLM": _LAYERS,
     f"{_VLLM}mixtral:MixtralForCausalLM": _EXPERTS,
     f"{_VLLM}qwen2:Qwen2ForCausalLM": _LAYERS,
@@ -63,6 +64,7 @@ AUDITED_CLASSES: dict[str, str] = {
     f"{_VLLM}olmoe:OlmoeForCausalLM": _EXPERTS,
     f"{_VLLM}llama_eagle:EagleLlamaForCausalLM": _HEAD,
     f"{_VLLM}llama_eagle3:Eagle3LlamaForCausalLM": _HEAD,
+    f"{_VLLM}mimo_mtp:MiMoMTP": _HEAD,
     f"{_VLLM}gemma3_mm:Gemma3ForConditionalGeneration": _WRAPPER,
     f"{_VLLM}idefics3:Idefics3ForConditionalGeneration": _WRAPPER,
     f"{_VLLM}mistral3:Mistral3ForConditionalGeneration": _WRAPPER,

@@ -27,7 +27,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     why_drafter_needs_vllms_graphs,
     why_prompts_need_python,
 )
-from rose_backend.vllm_plugin.options import has_eagle_head, replays_steps, rose_options
+from rose_backend.vllm_plugin.options import has_head, replays_steps, rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
@@ -126,7 +126,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
     """Turns vLLM's description of a step into ``RoseAttentionMetadata`` without waiting for the device."""
 
     supports_draft_decode_metadata_update = True
-    """The steps of an EAGLE head after its first one are one CUDA graph."""
+    """The steps of a head after its first one are one CUDA graph."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -138,7 +138,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             (2, vllm_config.scheduler_config.max_num_seqs), -1, dtype=torch.int32, device=device
         )
         self._has_prefills = False
-        if not has_eagle_head(vllm_config):
+        if not has_head(vllm_config):
             # Beside other drafters it has not been tried on a GPU.
             self.supports_draft_decode_metadata_update = False
         self._uses_flash = uses_flash_attention(vllm_config)

@@ -21,10 +21,10 @@ from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import (
     OTHER_DRAFTER,
-    adapts_drafts,
+    depths_of,
     first_reason,
     has_connector_in_layers,
-    has_eagle_head,
+    has_head,
     has_other_drafter,
     is_rose_selected,
     rose_options,
@@ -70,7 +70,7 @@ def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
     vLLM captures the head's first forward pass with the same batch sizes and graph mode as the model's step.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_eagle_head(vllm_config):
+    if speculative is None or not has_head(vllm_config):
         return OTHER_DRAFTER if has_other_drafter(vllm_config) else None
     backend, unaudited = speculative.attention_backend, find_unaudited(speculative.draft_model_config)
     reasons = {
@@ -79,7 +79,7 @@ def why_drafter_needs_vllms_graphs(vllm_config: VllmConfig) -> str | None:
         "enable_adaptive_verification": speculative.enable_adaptive_verification,
         "num_speculative_tokens_per_batch_size": bool(speculative.num_speculative_tokens_per_batch_size),
         # Features of images would have to be in the drafter's buffer before a replay.
-        "an EAGLE head beside images": vllm_config.model_config.is_multimodal_model,
+        "a head beside images": vllm_config.model_config.is_multimodal_model,
         f"{unaudited} is not among the audited models": unaudited is not None,
     }
     return first_reason(reasons)
@@ -144,6 +144,8 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
             # Data-parallel ranks agree on tokens, not on requests: some would find a graph and others none.
             if uses_flash_attention(self.vllm_config) and self.dp_size == 1:
                 launch_long_prefills(self)
+        elif self.decode_query_len == 1 and captures_passes(self.vllm_config):
+            capture_some_passes(self)
 
     return _init_candidates
 
@@ -151,17 +153,45 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
 def add_decode_graphs(manager: Any) -> None:
     """Capture graphs for decode-only steps, too, and prefer them: they need no prefill attention.
 
-    All rows of such a step have a token and, beside drafts, as many drafts as are asked for; or none, where drafts may
+    All rows of such a step have a token and, beside drafts, as many of them as are asked for; or fewer, where some may
     be left out. There are none where these are more than decode attention takes: such rows are prompts to attention.
 
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
     """
     mixed = list(manager._capture_descs.get(CUDAGraphMode.FULL, []))
-    query_lens = {manager.decode_query_len, *[1] * adapts_drafts(manager.vllm_config)}
-    for query_len in sorted(query_lens):
+    most = manager.decode_query_len
+    query_lens = [1 + depth for depth in depths_of(manager.vllm_config)] if most > 1 else [1]
+    for query_len in query_lens:
         if query_len <= MAX_QUERY_LEN:
             _add_decode_graphs_of(manager, mixed, query_len)
+
+
+def captures_passes(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM captures the passes of a head after its first one as one graph, and Rose the steps before."""
+    return has_head(vllm_config) and captures_mixed_steps(vllm_config)
+
+
+def capture_some_passes(manager: Any) -> None:
+    """Capture the passes of a head after its first one for each number of drafts that a step may make.
+
+    vLLM does so where a schedule by batch size is configured, and otherwise has one graph of all passes.
+
+    Args:
+        manager: vLLM's ``SpeculatorCudaGraphManager`` of these passes.
+    """
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
+
+    depths = [depth for depth in depths_of(manager.vllm_config) if depth > 1]
+    if len(depths) > 1:
+        manager._capture_descs = {
+            mode: [
+                SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=depth)
+                for desc in descs
+                for depth in reversed(depths)
+            ]
+            for mode, descs in manager._capture_descs.items()
+        }
 
 
 def _add_decode_graphs_of(manager: Any, mixed: list[Any], query_len: int) -> None:
@@ -170,12 +200,12 @@ def _add_decode_graphs_of(manager: Any, mixed: list[Any], query_len: int) -> Non
     most = min(manager.max_num_reqs, largest // query_len)
     decodes = {}
     for desc in mixed:
-        num_rows = -(-desc.num_tokens // query_len)
-        if num_rows <= most:
-            rounded = replace(
-                desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
-            )
-            decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
+        # The largest batch has a graph whether or not its size is among those of mixed steps.
+        num_rows = min(-(-desc.num_tokens // query_len), most)
+        rounded = replace(
+            desc, num_tokens=num_rows * query_len, num_reqs=num_rows, uniform_token_count=query_len
+        )
+        decodes[rounded] = rounded.num_tokens, rounded.num_active_loras
     descs = [*manager._capture_descs[CUDAGraphMode.FULL], *decodes]
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
     # With LoRA each size has a graph without adapters, too.

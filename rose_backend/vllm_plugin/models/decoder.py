@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 for vLLM with Rose's layers: the standalone engine's loop on vLLM's weights.
+"""Llama, MiMo, Mistral, Qwen2 and Qwen3 for vLLM with Rose's layers: the standalone engine's loop on vLLM's weights.
 
 Modules, parameters and weight loading are vLLM's own. Only ``forward`` is Rose's: it calls none of vLLM's layers, so
 nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full CUDA graphs, longer steps are launched.
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mimo import MiMoForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -540,6 +541,20 @@ class RoseMistralForCausalLM(RoseDecoder, MistralForCausalLM):  # type: ignore[m
 
 class RoseQwen2ForCausalLM(RoseDecoder, Qwen2ForCausalLM):  # type: ignore[misc]
     """Qwen2."""
+
+
+class RoseMiMoForCausalLM(RoseDecoder, MiMoForCausalLM):  # type: ignore[misc]
+    """MiMo: Qwen2, but for its last norm, which vLLM applies where logits are computed; MTP modules read the sum."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # What leaves the last layer.
+        self.model.aux_hidden_state_layers = (len(self.model.layers),)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states before the final norm, [T, E]; see ``RoseDecoder.forward``."""
+        _, (hidden,) = super().forward(*args, **kwargs)
+        return hidden
 
 
 class RoseQwen3ForCausalLM(RoseDecoder, Qwen3ForCausalLM):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from rose_backend.vllm_plugin.models.int4_weights import int4_scheme, why_int4_s
 from rose_backend.vllm_plugin.options import (
     OTHER_DRAFTER,
     first_reason,
-    has_eagle_head,
+    has_head,
     has_other_drafter,
     is_rose,
 )
@@ -36,7 +36,7 @@ _TAKE_IMAGES = (QWEN2_5_VL, QWEN3_VL)
 DECODERS = {
     **{
         f"{family}ForCausalLM": f"Rose{family}ForCausalLM"
-        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+        for family in ("Llama", "MiMo", "Mistral", "Qwen2", "Qwen3")
     },
     **{name: f"Rose{name}" for name in _TAKE_IMAGES},
 }
@@ -113,7 +113,7 @@ def choose_model_class(
     model_config.hf_config.architectures = [chosen]
     if chosen == GPT2:
         return ModelChoice(chosen)
-    if has_eagle_head(vllm_config):
+    if has_head(vllm_config):
         _choose_head_class(vllm_config)
         _fuse_without_compiler(vllm_config)
     # Nothing is compiled by torch: the loop over layers launches Rose's kernels.
@@ -139,7 +139,7 @@ def _choose_head_class(vllm_config: VllmConfig) -> None:
         return
     reason = _why_head_stays(vllm_config)
     if reason is not None:
-        log_once(f"The layers of the EAGLE head are vLLM's: {reason}")
+        log_once(f"The layers of the head that drafts are vLLM's: {reason}")
         return
     draft_config.hf_config.architectures = [EAGLE3_HEAD]
     if speculative.draft_sample_method == "greedy" and not speculative.enable_adaptive_verification:
@@ -281,7 +281,7 @@ def _why_images_differ(vllm_config: VllmConfig) -> str | None:
     reasons = {
         # Not tried.
         "quantized weights beside an encoder of images": vllm_config.model_config.quantization is not None,
-        "an EAGLE head beside images": has_eagle_head(vllm_config),
+        "a head beside images": has_head(vllm_config),
         "--mm-encoder-only": vllm_config.is_mm_encoder_only,
         # Nothing of the model is compiled with Rose's class.
         "compile_mm_encoder": vllm_config.compilation_config.compile_mm_encoder,

@@ -309,7 +309,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     is_llama = model.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
     has_bias = bool(getattr(fields, "attention_bias", False) or (is_llama and getattr(fields, "bias", False)))
     has_qkv_bias = bool(getattr(fields, "qkv_bias", has_bias)) if is_llama else has_bias
-    has_qkv_bias = has_qkv_bias or model.architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
+    has_qkv_bias = has_qkv_bias or model.architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM", QWEN2_5_VL)
     has_mlp_bias = is_llama and bool(getattr(fields, "mlp_bias", False))
 
     def empty(*shape: int) -> torch.Tensor:

@@ -95,12 +95,15 @@ class FastOutputs:
         requests: that compute ``num_tokens`` tokens each.
         constants: of each of them; requests that need more than their tokens are left to vLLM.
         num_tokens: one, and the drafts.
+
+    Attributes:
+        num_tokens: as given.
     """
 
     def __init__(
         self, requests: Sequence[Request], constants: Sequence[RequestConstants], num_tokens: int
     ) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         is_simple = [each.has_tokens_only for each in constants]
         self._requests = list(compress(requests, is_simple))
         self._request_ids = [request.request_id for request in self._requests]
@@ -149,7 +152,7 @@ class FastOutputs:
             request_ids, appends = list(compress(request_ids, is_usual)), list(compress(appends, is_usual))
             sampled = list(compress(sampled, is_usual))
         counts = None
-        if self._num_tokens == 1:
+        if self.num_tokens == 1:
             for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
                 append_output(token)
                 append_to_all(token)
@@ -171,7 +174,7 @@ class FastOutputs:
 
     def _extend(self, appends: list[Any], sampled: list[list[int]], num_placeholders: int) -> list[int]:
         """Append what was accepted and take back what was rejected; return how many tokens each request got."""
-        num_tokens, num_placeholders = self._num_tokens, num_placeholders * self._num_tokens
+        num_tokens, num_placeholders = self.num_tokens, num_placeholders * self.num_tokens
         counts = list(map(len, sampled))
         for (request, extend_output, extend_all), tokens, count in zip(appends, sampled, counts, strict=True):
             extend_output(tokens)
@@ -193,7 +196,7 @@ class FastOutputs:
         After a check of all requests the answer stays true, without another check, until a request may reach its
         length limit, a stop token is sampled, or ``num_interventions`` changes.
         """
-        num_tokens = self._num_tokens
+        num_tokens = self.num_tokens
         is_known = self._num_usual_tokens >= num_tokens and num_interventions == self._num_interventions
         if is_known and self._stop_nothing(sampled):
             self._num_usual_tokens -= num_tokens
@@ -209,7 +212,7 @@ class FastOutputs:
 
     def _stop_nothing(self, sampled: list[list[int]]) -> bool:
         """Whether each row has tokens, one without drafts, and none that may stop a request."""
-        if self._num_tokens > 1:
+        if self.num_tokens > 1:
             return all(sampled) and self._stop_token_ids.isdisjoint(chain.from_iterable(sampled))
         try:
             return self._stop_token_ids.isdisjoint([token for (token,) in sampled])
@@ -221,7 +224,7 @@ class FastOutputs:
     ) -> list[bool]:
         running, stop_token_ids = RequestStatus.RUNNING, self._stop_token_ids
         return [
-            0 < len(new) <= self._num_tokens
+            0 < len(new) <= self.num_tokens
             and stop_token_ids.isdisjoint(new)
             and len(output) + len(new) <= last
             and request.status is running

@@ -121,6 +121,7 @@ class BatchedScheduling(Scheduler):
         self._num_interventions = 0
         # Tokens that each request on the fast path got, until the step's statistics are made; None without drafts.
         self._fast_counts: list[int] | None = None
+        self._num_fast_drafts = 0
         self._draft_depth: DraftDepth | None = None
         self._shadow_drafts: ShadowDrafts[Request] | None = None
         self._next_num_drafts, self._drafts_log = self.num_spec_tokens, LogInterval()
@@ -515,14 +516,13 @@ class BatchedScheduling(Scheduler):
         if budget is not None:
             budget.note_decode_step(seconds)
         if self._draft_depth is not None:
-            num_requests = len(step.output.num_scheduled_tokens)
-            tokens_per_request, rest = divmod(step.output.total_num_scheduled_tokens, num_requests)
-            depth = tokens_per_request - 1
-            # Not where some have drafts and others have none.
-            if not rest and depth in (0, self.num_spec_tokens):
-                self._last_depth = depth
+            counts = step.output.num_scheduled_tokens
+            numbers = set(counts.values())
+            # Not where some have more drafts than others.
+            if len(numbers) == 1:
+                self._last_depth = depth = numbers.pop() - 1
                 if depth == last_depth:
-                    self._draft_depth.note_time(depth, num_requests, seconds)
+                    self._draft_depth.note_time(depth, len(counts), seconds)
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
         """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""
@@ -591,6 +591,8 @@ class BatchedScheduling(Scheduler):
         self._fast_counts, batch = counts, self._batch
         if not self.num_spec_tokens:
             return
+        if fast_outputs is not None:
+            self._num_fast_drafts = fast_outputs.num_tokens - 1
         if batch is not None:
             is_of_batch = fast_outputs is batch.fast_outputs
             is_whole = is_of_batch and num_requests == len(batch.request_ids)
@@ -615,11 +617,13 @@ class BatchedScheduling(Scheduler):
             if len(counts) < len(drafted):
                 index, sampled = output.req_id_to_index, output.sampled_token_ids
                 counts = [max(len(sampled[index[request_id]]), 1) for request_id in drafted]
-            depth.note_accepted(sum(counts) / len(counts) - 1.0)
+            # Rows that end have fewer drafts.
+            num_drafts = max(map(len, drafted.values()))
+            depth.note_accepted([num / len(counts) for num in _num_accepted_by_place(counts, num_drafts)])
         elif self._shadow_drafts is not None and self._num_drafts == 0:
-            num_right = self._shadow_drafts.look(self.running)
-            if num_right is not None:
-                depth.note_accepted(num_right)
+            are_right = self._shadow_drafts.look(self.running)
+            if are_right is not None:
+                depth.note_accepted(are_right)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -629,7 +633,7 @@ class BatchedScheduling(Scheduler):
         if counts and self.log_stats:
             self._fast_counts = None
             spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-            observe_drafts(spec_decoding_stats, counts)
+            observe_drafts(spec_decoding_stats, counts, self._num_fast_drafts)
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _holds_encoder_outputs(self, request: Request) -> bool:
@@ -737,17 +741,26 @@ def _tokens_of_running(request: Request) -> list[int] | None:
     return tokens if request.status is RequestStatus.RUNNING else None
 
 
-def observe_drafts(stats: SpecDecodingStats, counts: list[int]) -> None:
-    """Count the drafts of requests that got ``counts`` tokens each, as ``observe_draft`` does one by one."""
-    num_requests, num_drafts = len(counts), stats.num_spec_tokens
+def observe_drafts(stats: SpecDecodingStats, counts: list[int], num_drafts: int) -> None:
+    """Count drafts, ``num_drafts`` of each request, as ``observe_draft`` does one by one.
+
+    Args:
+        counts: tokens that each request got.
+    """
+    num_requests = len(counts)
     stats.num_drafts += num_requests
     stats.num_draft_tokens += num_requests * num_drafts
     stats.num_accepted_tokens += sum(counts) - num_requests
+    for place, num_accepted in enumerate(_num_accepted_by_place(counts, num_drafts)):
+        stats.num_accepted_tokens_per_pos[place] += num_accepted
+        stats.num_draft_tokens_per_pos[place] += num_requests
+
+
+def _num_accepted_by_place(counts: list[int], num_drafts: int) -> list[int]:
+    """Return of each draft in how many requests it was accepted, given how many tokens these got."""
     # For each number of tokens, how many requests got at least that many.
-    num_reached = np.bincount(counts, minlength=num_drafts + 2)[::-1].cumsum()[::-1].tolist()
-    for position in range(num_drafts):
-        stats.num_accepted_tokens_per_pos[position] += num_reached[position + 2]
-        stats.num_draft_tokens_per_pos[position] += num_requests
+    num_reached: list[int] = np.bincount(counts, minlength=num_drafts + 2)[::-1].cumsum()[::-1].tolist()
+    return num_reached[2 : num_drafts + 2]
 
 
 def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:

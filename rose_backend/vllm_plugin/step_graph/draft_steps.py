@@ -3,7 +3,7 @@
 Each request computes its last token and all its drafts. The prologue takes both from the requests' state. The end has
 the logits of every token, and vLLM's own rejection sampler, which accepts some of the drafts and samples a token after
 them; it moves the state on. Then vLLM's own drafter proposes the next drafts, which stay where the next prologue finds
-them: a lookup of n-grams within the end, an EAGLE head in further replays (``head_steps.py``). So the device
+them: a lookup of n-grams within the end, a head in further replays (``head_steps.py``). So the device
 knows how far each request is, while vLLM's scheduler runs ahead as if all drafts were accepted, and learns of the
 others when it reads the tokens. All state is vLLM's, and complete after every step.
 
@@ -13,6 +13,7 @@ memory, so it is copied to fixed addresses when the batch changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,6 @@ from rose_backend.vllm_plugin.step_graph.reasons import (
     FIELDS_OF_CHANGED_BATCHES,
     why_drafts_are_not_replayed,
 )
-from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.votes import StepVotes
 from rose_backend.vllm_plugin.step_graph.whole_steps import End, WholeSteps
 
@@ -42,27 +42,27 @@ _MAX_HEAD_BYTES = 512 << 20
 """Limit on the logits of a step, in the model's dtype: 441 requests with 3 drafts each, of Qwen3 in bfloat16."""
 
 
-def max_num_logits(runner: Any) -> int:
-    """Return for how many tokens at most the ends of replayed steps compute logits."""
-    num_drafts = runner.decode_query_len - 1
-    if num_drafts == 0:
+def max_num_logits(runner: Any, query_len: int) -> int:
+    """Return for how many tokens at most the ends of replayed steps compute logits, ``query_len`` of each request."""
+    if query_len == 1:
         return int(runner.max_num_reqs)
     most = _MAX_HEAD_BYTES // (runner.vocab_size * runner.dtype.itemsize)
-    return min(int(runner.max_num_reqs) * (num_drafts + 1), most)
+    return min(int(runner.max_num_reqs) * query_len, most)
 
 
 class DraftSteps(WholeSteps):
-    """Steps in which every request decodes, with as many drafts as are asked for; they are n-grams.
+    """Steps in which every request decodes, with the same number of drafts; they are n-grams.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2) with drafts, its graphs captured, without
             ``why_engine_is_not_replayed``.
+        num_drafts: of each request, from 1 to what is asked for.
     """
 
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner, runner.decode_query_len, max_num_logits(runner))
+    def __init__(self, runner: Any, num_drafts: int) -> None:
+        super().__init__(runner, 1 + num_drafts, max_num_logits(runner, 1 + num_drafts))
         most, query_len, device = self._max_num_rows, self._query_len, runner.device
-        self._num_drafts = query_len - 1
+        self._num_drafts = num_drafts
         self._drafts = runner.req_states.draft_tokens
         self._state = replace(self._state, draft_tokens=self._drafts)
         self._parameters = RequestParameters(sampling_arrays(self._sampler.sampling_states), device)
@@ -262,7 +262,20 @@ class DraftSteps(WholeSteps):
             nothing,
             nothing,
         )
-        self._drafts.index_put_((drafted,), drafts)
+        self._store_drafts(drafts, drafted)
+
+    def _store_drafts(self, drafts: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write ``drafts`` to where the next prologue, or vLLM's next step, finds those of ``slots``.
+
+        Args:
+            drafts: [R, K] int64, with what is beyond the drafts of these steps.
+            slots: [R] int64.
+        """
+        if self._num_drafts < drafts.shape[1]:
+            # As vLLM has it.
+            beyond = torch.arange(drafts.shape[1], device=drafts.device) >= self._num_drafts
+            drafts = drafts.masked_fill(beyond, -1)
+        self._drafts.index_put_((slots,), drafts)
 
     def _replay_drafter(self, batch: ReplayedBatch) -> None:
         """Replay what the drafter does after a step's end: nothing, as the lookup is part of the end."""
@@ -295,20 +308,21 @@ class DraftSteps(WholeSteps):
 
 
 class AdaptiveSteps:
-    """Steps with all drafts or with none, one by one, as the scheduler chooses. Steps between the two are vLLM's.
+    """Steps with more or fewer drafts, one by one, as the scheduler chooses. A step between two numbers is vLLM's.
 
     Args:
-        without: steps without drafts.
-        with_all: steps with all of them, made later: they wrap the product with the model's head that the others have
-            wrapped.
+        by_depth: steps by the number of drafts, rising, and made in that order: each kind wraps the product with the
+            model's head that the one before has wrapped.
 
     Attributes:
-        stream: that both kinds were captured on.
+        stream: that all kinds were captured on.
     """
 
-    def __init__(self, without: StepGraphs, with_all: DraftSteps) -> None:
-        self._without, self._with = without, with_all
-        self._last: WholeSteps = self._with
+    def __init__(self, by_depth: Mapping[int, WholeSteps]) -> None:
+        self._by_depth = by_depth
+        # The largest logits first.
+        self._kinds = list(by_depth.values())[::-1]
+        self._last = self._kinds[0]
 
     @property
     def votes(self) -> StepVotes:
@@ -318,18 +332,20 @@ class AdaptiveSteps:
     def capture(self, stream: torch.cuda.Stream) -> None:
         """See ``WholeSteps.capture``. Steps with drafts come first, as they have the largest logits."""
         self.stream = stream
-        self._with.capture(stream)
-        self._without.capture(stream)
+        for steps in self._kinds:
+            steps.capture(stream)
 
     def close(self) -> None:
-        """Give the graphs of both kinds back; see ``WholeSteps.close``."""
-        self._with.close()
-        self._without.close()
+        """Give the graphs of all kinds back; see ``WholeSteps.close``."""
+        for steps in self._kinds:
+            steps.close()
 
     def launch(self, output: SchedulerOutput) -> bool:
         """Run a step if it can be replayed; see ``WholeSteps.launch``."""
-        has_drafts = bool(output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule)
-        steps: WholeSteps = self._with if has_drafts else self._without
+        # A step between two numbers is given to one that it is not of, and so left to vLLM.
+        depth = output.num_spec_tokens_to_schedule
+        is_last = not depth and bool(output.scheduled_spec_decode_tokens)
+        steps = self._kinds[0] if is_last else self._by_depth[depth]
         if steps is not self._last:
             self._last.disarm()
             self._last = steps
@@ -341,5 +357,5 @@ class AdaptiveSteps:
 
     def note_vllm_step(self) -> None:
         """Let vLLM's next product of a step's last tokens have as many rows as an end's."""
-        self._with.note_vllm_step()
-        self._without.note_vllm_step()
+        for steps in self._kinds:
+            steps.note_vllm_step()

@@ -1,4 +1,4 @@
-"""Steps of decodes with an EAGLE head: after the end, vLLM's graphs of the head and what connects them.
+"""Steps of decodes with a head (EAGLE's, an MTP module): after the end, vLLM's graphs of it and what connects them.
 
 vLLM has a graph of the head's first pass, over all tokens of a step, and one of all later passes, of a token each. The
 end prepares the first pass: the head's inputs are the hidden states that the layers have left, and the step's tokens,
@@ -47,7 +47,7 @@ def _first_pass_of(head: Any, num_requests: int, desc: Any, query_len: int) -> A
 
 
 class PlainHeadSteps(StepGraphs):
-    """Steps without drafts, each of whose requests gets one token, which an EAGLE head of vLLM's passes over, too.
+    """Steps without drafts, each of whose requests gets one token, which a head of vLLM's passes over, too.
 
     Args:
         runner: as of ``StepGraphs``.
@@ -116,14 +116,14 @@ class StoringHeadSteps(StepGraphs):
 
 
 class HeadSteps(DraftSteps):
-    """Steps in which every request decodes, with as many drafts as are asked for; an EAGLE head makes them.
+    """Steps in which every request decodes, with the same number of drafts; a head makes them.
 
     Args:
-        runner: as of ``DraftSteps``.
+        runner, num_drafts: as of ``DraftSteps``.
     """
 
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: Any, num_drafts: int) -> None:
+        super().__init__(runner, num_drafts)
         most, device = self._max_num_rows, runner.device
         self._head = runner.speculator
         self._passes = {
@@ -231,10 +231,9 @@ class HeadSteps(DraftSteps):
         )
 
     def _keep_drafts(self, size: int, _: None) -> None:
-        """Write the drafts to where the next prologue, or vLLM's next step, finds them."""
         given = self._row_inputs.tensors
         drafts = self._head.draft_tokens[given["drafted_rows"][:size]]
-        self._drafts.index_put_((given["drafted_slots"][:size],), drafts)
+        self._store_drafts(drafts, given["drafted_slots"][:size])
 
 
 def _begin_a_batch(steps: PlainHeadSteps | HeadSteps) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -33,6 +34,9 @@ from rose_backend.vllm_plugin.options import (
     why_adapters_need_vllms_steps,
     why_ranks_do_not_replay_together,
 )
+
+HEADS = (EagleSpeculator, MTPSpeculator)
+"""vLLM's speculators, by exact type, whose passes are graphs as ``head_steps.py`` replays them."""
 
 NUM_LOGITS_PROCESSORS = 3
 """vLLM's own: bias, penalties, bad words."""
@@ -122,7 +126,7 @@ def _why_drafts_need_vllms_steps(runner: Any) -> str | None:
     if runner.speculative_config is None:
         return None
     rejection, state, drafter = runner.rejection_sampler, runner.model_state, runner.speculator
-    is_head = type(drafter) is EagleSpeculator
+    is_head = type(drafter) in HEADS
     reasons = {
         OTHER_DRAFTER: not is_head and type(drafter) is not NgramGPUSpeculator,
         # vLLM's sampler then reads the head's logits, and would read those of rows that replays pad.
@@ -131,6 +135,8 @@ def _why_drafts_need_vllms_steps(runner: Any) -> str | None:
         "a graph for each pass of a head": is_head
         and drafter.num_speculative_steps > 1
         and not drafter.supports_decode_metadata_update,
+        # What passes have in common is made ready from Python between them.
+        "top-k indices that passes share": is_head and getattr(drafter, "share_mtp_topk_indices", False),
         "more drafts than decode attention takes": runner.decode_query_len > MAX_QUERY_LEN,
         "another rejection sampler": type(rejection) is not RejectionSampler
         or rejection.watermark_key is not None

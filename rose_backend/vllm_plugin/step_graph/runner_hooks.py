@@ -13,11 +13,10 @@ from vllm.compilation import cudagraph_pool
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, _extrapolate_full_graph_memory
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.models.eagle3 import RoseEagle3LlamaForCausalLM
-from rose_backend.vllm_plugin.options import adapts_drafts, rose_options
+from rose_backend.vllm_plugin.options import depths_of, rose_options
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.addresses import (
     GraphAddresses,
@@ -27,7 +26,7 @@ from rose_backend.vllm_plugin.step_graph.addresses import (
 )
 from rose_backend.vllm_plugin.step_graph.draft_steps import AdaptiveSteps, DraftSteps, max_num_logits
 from rose_backend.vllm_plugin.step_graph.head_steps import HeadSteps, PlainHeadSteps, StoringHeadSteps
-from rose_backend.vllm_plugin.step_graph.reasons import why_engine_is_not_replayed
+from rose_backend.vllm_plugin.step_graph.reasons import HEADS, why_engine_is_not_replayed
 from rose_backend.vllm_plugin.step_graph.steps import StepGraphs
 from rose_backend.vllm_plugin.step_graph.whole_steps import WholeSteps
 
@@ -84,12 +83,13 @@ def _capture_steps(runner: Any, stream: torch.cuda.Stream) -> WholeSteps | Adapt
 def _make_steps(runner: Any) -> WholeSteps | AdaptiveSteps:
     if runner.speculative_config is None:
         return StepGraphs(runner)
-    is_head = type(runner.speculator) is EagleSpeculator
-    without = None
-    if adapts_drafts(runner.vllm_config):
-        without = _plain_steps_kind(runner, is_head=is_head)(runner)
-    with_all = HeadSteps(runner) if is_head else DraftSteps(runner)
-    return with_all if without is None else AdaptiveSteps(without, with_all)
+    is_head = type(runner.speculator) in HEADS
+    kind = HeadSteps if is_head else DraftSteps
+    by_depth = {
+        depth: kind(runner, depth) if depth else _plain_steps_kind(runner, is_head=is_head)(runner)
+        for depth in depths_of(runner.vllm_config)
+    }
+    return AdaptiveSteps(by_depth) if len(by_depth) > 1 else next(iter(by_depth.values()))
 
 
 def _plain_steps_kind(runner: Any, *, is_head: bool) -> type[StepGraphs]:
@@ -239,7 +239,10 @@ def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[
     manager = runner.cudagraph_manager
     choose_stream = manager._capture_stream
     most = max(desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL])
-    shape = (min(most, max_num_logits(runner)), runner.model_config.get_hidden_size())
+    shape = (
+        min(most, max_num_logits(runner, runner.decode_query_len)),
+        runner.model_config.get_hidden_size(),
+    )
     hidden_states = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
     logits = CapturedGraphs[int](lambda size, _: runner.model.compute_logits(hidden_states[:size]))
 

@@ -140,7 +140,7 @@ def compare(num_drafts: int, draws: bool, dtype: str, method: str, seed: int) ->
         states.all_token_ids.gpu[slot] %= LIKELY
         states.draft_tokens[slot] = torch.from_numpy(rng.integers(0, LIKELY, num_drafts))
     runner.speculator = make_lookup(runner)
-    steps, counts = DraftSteps(runner), []
+    steps, counts = DraftSteps(runner, num_drafts), []
     for _ in range(4):
         ids, state = list(requests.running), State.of(runner)
         assert steps.launch(requests.step())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from rose_backend.draft_depth import draft_depths
 from tests.support.vllm_plugin.steady_runner import (
     GROUPS,
     MAX_LEN,
@@ -32,10 +33,11 @@ class DraftRunner(Runner):
     ) -> None:
         super().__init__(groups)
         self.speculative_config, self.num_drafts = SimpleNamespace(), num_drafts
-        query_len = self.decode_query_len = num_drafts + 1
+        self.decode_query_len = num_drafts + 1
         self.dtype = torch.float32
-        descs = [Desc(size * query_len, uniform_token_count=query_len) for size in SIZES]
-        self.cudagraph_manager.graphs |= dict.fromkeys(descs)
+        for depth in draft_depths(num_drafts)[1:]:
+            descs = [Desc(size * (depth + 1), uniform_token_count=depth + 1) for size in SIZES]
+            self.cudagraph_manager.graphs |= dict.fromkeys(descs)
         self.propose_for: Callable[[int, int], list[int]] = lambda slot, length: [0] * num_drafts
         self.req_states.draft_tokens = torch.zeros(MAX_REQS, num_drafts, dtype=torch.int64)
         states = self.sampler.sampling_states
@@ -90,10 +92,8 @@ class DraftRunner(Runner):
             states.total_len.gpu[slot] += count
             states.num_computed_tokens.gpu[slot] += count
             states.last_sampled_tokens[slot] = text[count - 1]
-            if output.num_spec_tokens_to_schedule:
-                states.draft_tokens[slot] = torch.tensor(self.propose_for(slot, start + count))
-            else:
-                states.draft_tokens[slot] = -1
+            states.draft_tokens[slot] = torch.tensor(self.propose_for(slot, start + count))
+            states.draft_tokens[slot, output.num_spec_tokens_to_schedule :] = -1
             told.append(text[:count])
         return told
 

@@ -112,8 +112,8 @@ class Manager:
         max_query_len: int | None = None,
     ) -> Desc:
         captured_loras = MAX_LORAS + 1 if num_active_loras else 0
-        query_len = self._runner.decode_query_len
-        if uniform_token_count == query_len > 1:
+        query_len = uniform_token_count or 1
+        if 1 < query_len <= self._runner.decode_query_len:
             size = next(size for size in SIZES if size * query_len >= num_tokens)
             return Desc(size * query_len, uniform_token_count=query_len)
         if uniform_token_count == 1 and num_tokens <= SIZES[-1]:
