@@ -541,7 +541,8 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
         "compilation_config": {**GRAPHS, "cudagraph_mode": "FULL"},
     }
     with make_replaying(model, **options, **drafts) as llm:
-        for wanted in (is_never, lambda _: True, is_random(2)):
+        # Of each number of drafts, about twelve steps are replayed, and half of them where half of all are.
+        for wanted, least in ((is_never, 0), (lambda _: True, 6), (is_random(2), 3)):
             monkeypatch.setattr(DraftDepth, "choose", choose_at_random(8))
             # vLLM takes seeds of requests without one from here; those of synthetic acceptance, too.
             np.random.seed(8)
@@ -550,7 +551,7 @@ def test_drafts_that_come_and_go_say_the_same_to_the_bit(
             before = dict(replayed)
             answers.append(said(generate(llm, prompts, params)))
             grown = [replayed[depth] - before[depth] for depth in replayed]
-            assert min(grown) > 5 if wanted is not is_never else max(grown) == 0, grown
+            assert min(grown) >= least and (least or not any(grown)), grown
         manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0
