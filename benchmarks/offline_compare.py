@@ -29,11 +29,11 @@ found:
     --scenes decode --batches 1 32 256 --cases greedy --compare-drafts --engine-options "rose-in-vllm=$D"
     --engine-options "vllm=$D"
 
-A step of the scene decode is then what one more token of each request takes. With --shape llama-8b, and so many tokens
-a step as are published for chat, a random EAGLE-3 head is written beside the random weights for
+A step of the scene decode is then what one more token of each request takes. With --shape llama-8b, and 2.7 tokens a
+step, as are published for chat, a random EAGLE-3 head is written beside the random weights for
 
     D='{"speculative_config": {"method": "eagle3", "model": "eagle3-head", "num_speculative_tokens": 3,
-    "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.7}}'
+    "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7415, 0.5498, 0.4077]}}'
 """
 
 from __future__ import annotations

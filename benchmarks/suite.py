@@ -54,11 +54,26 @@ _NGRAM = (
     '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"ngram","num_speculative_tokens":3,'
     '"prompt_lookup_max":3,"rejection_sample_method":"synthetic","synthetic_acceptance_rates":[0.81,0.656,0.531]}}'
 )
-_EAGLE3 = (
-    '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"eagle3","model":"eagle3-head",'
-    '"num_speculative_tokens":3,"rejection_sample_method":"synthetic","synthetic_acceptance_length":2.7}}'
+
+
+def _eagle3(num_drafts: int, acceptance: str) -> str:
+    return (
+        '{"enable_flashinfer_autotune":false,"speculative_config":{"method":"eagle3","model":"eagle3-head",'
+        f'"num_speculative_tokens":{num_drafts},"rejection_sample_method":"synthetic",{acceptance}}}}}'
+    )
+
+
+# A first draft that is always right, and a third that never is.
+_EAGLE3 = _eagle3(3, '"synthetic_acceptance_length":2.7')
+# Each draft is as likely to be right as the one before it; 2.7 tokens a step with three of them.
+_EAGLE3_CHAT = _eagle3(3, '"synthetic_acceptance_rates":[0.7415,0.5498,0.4077]')
+_EAGLE3_CHAT_7 = _eagle3(7, '"synthetic_acceptance_rates":[0.7415,0.5498,0.4077,0.3023,0.2242,0.1662,0.1233]')
+_EAGLE3_NEVER = _eagle3(3, '"synthetic_acceptance_rates":[0,0,0]')
+_LLAMA_DRAFTS = (
+    f"{_OFFLINE} --shape llama-8b --dtype bfloat16 --scenes decode --batches 1 32 256 --cases greedy "
+    "--kv-cache-tokens 81920"
 )
-_EAGLE3_ALONE = _EAGLE3.replace('"enable_flashinfer_autotune":false,', "")
+_EAGLE3_ALONE = _EAGLE3_CHAT.replace('"enable_flashinfer_autotune":false,', "")
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
     "kernels_int4": ("benchmarks.kernels --prove --families int4", ()),
@@ -161,10 +176,19 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
             ("eagle3_llama8b", "llama-8b", _EAGLE3, 81_920),
         )
     },
+    "vllm_eagle3_7_drafts_llama8b": (
+        f"{_LLAMA_DRAFTS} --backends rose-in-vllm vllm --engine-options 'rose-in-vllm={_EAGLE3_CHAT_7}' "
+        f"--engine-options 'vllm={_EAGLE3_CHAT_7}'",
+        _INSIDE_VLLM,
+    ),
+    "vllm_eagle3_never_right_llama8b": (
+        f"{_LLAMA_DRAFTS} --backends rose-in-vllm --compare-drafts --compare-host rose-in-vllm "
+        f"--engine-options 'rose-in-vllm={_EAGLE3_NEVER}'",
+        _INSIDE_VLLM[:1],
+    ),
     "eagle3_llama8b": (
-        f"{_OFFLINE} --shape llama-8b --dtype bfloat16 --scenes decode --batches 1 32 256 --cases greedy "
-        "--kv-cache-tokens 81920 --backends rose rose-in-vllm "
-        f"--engine-options 'rose={_EAGLE3_ALONE}' --engine-options 'rose-in-vllm={_EAGLE3}'",
+        f"{_LLAMA_DRAFTS} --backends rose rose-in-vllm --compare-drafts --compare-host rose-in-vllm "
+        f"--engine-options 'rose={_EAGLE3_ALONE}' --engine-options 'rose-in-vllm={_EAGLE3_CHAT}'",
         _ENGINES[:2],
     ),
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),

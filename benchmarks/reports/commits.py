@@ -42,6 +42,7 @@ COMMITS = {
     "f0f09174dbd0f609": "95a2428",
     "3d8b2c1ceb281e58": "015d7e8",
     "4de95daab18e39f8": "de64e60",
+    "b1c355619e1dc31d": "60e9b4c",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",

@@ -42,20 +42,25 @@ def offline(result: Result, published: Fastest) -> str:
 
 def drafts(result: Result, published: Fastest) -> str:
     """Return how long Rose's steps take with drafts over those without, and the same beside vLLM."""
+    return f"{drafts_alone(result, published)} {offline(result, published)}"
+
+
+def drafts_alone(result: Result, _: Fastest) -> str:
+    """Return how long Rose's steps take with drafts over those without."""
     times = [
         engines.compared(sides[HOST]) / engines.compared(sides[f"{HOST}, drafts off"])
         for sides in engines.by_case(result["rows"]).values()
     ]
-    return f"Times, Rose in vLLM with drafts / without: {_span(times)}. {offline(result, published)}"
+    return f"Times, Rose in vLLM with drafts / without: {_span(times)}."
 
 
-def hosts(result: Result, _: Fastest) -> str:
-    """Return how long Rose's steps take without vLLM over those inside it."""
+def hosts(result: Result, published: Fastest) -> str:
+    """Return how long Rose's steps take without vLLM over those inside it, and with drafts over those without."""
     times = [
         engines.compared(sides["rose"]) / engines.compared(sides[HOST])
         for sides in engines.by_case(result["rows"]).values()
     ]
-    return f"Times, Rose without vLLM / inside it: {_span(times)}."
+    return f"Times, Rose without vLLM / inside it: {_span(times)}. {drafts_alone(result, published)}"
 
 
 def request_kinds(result: Result, published: Fastest) -> str:
@@ -166,8 +171,13 @@ OTHER_RUNS: dict[str, Run] = {
     "h200/vllm_eagle3_llama8b.json": Run(
         "three drafts of an EAGLE-3 head for each request of Llama 8B", drafts
     ),
+    "h200/vllm_eagle3_7_drafts_llama8b.json": Run(
+        "seven drafts of this head, each as likely to be right as the one before it", offline
+    ),
+    "h200/vllm_eagle3_never_right_llama8b.json": Run("three drafts of this head, all wrong", drafts_alone),
     "h200/eagle3_llama8b.json": Run(
-        "three drafts of an EAGLE-3 head for each request of Llama 8B, without vLLM and inside it", hosts
+        "three drafts of this head, each as likely to be right as the one before it, without vLLM and inside it",
+        hosts,
     ),
     "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),
     "h200/vllm_gpt_oss.json": Run(

@@ -126,11 +126,14 @@ def test_log_goes_on_and_counts(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound_engines_pass_and_answer_the_same(tiny_model_path: Path, device: str) -> None:
-    llm = make(tiny_model_path, "raise", device)
-    answers = serve(llm)
-    # Hits, part-filled blocks that are copied, and blocks that were poisoned and cleared.
-    assert serve(llm) == answers == serve(make(tiny_model_path, "off", device))
-    assert serve(llm, seed=50) and llm.core.stats.clones > 0
+    answers = []
+    for mode in ("raise", "off"):
+        llm = make(tiny_model_path, mode, device)
+        # Hits, part-filled blocks that are copied, and blocks that were poisoned and cleared. A hit changes the chunks
+        # of a prompt, and with them last bits on a GPU: answers are compared with those to the same hits.
+        answers.append([serve(llm, seed) for seed in (0, 0, 50)])
+        assert llm.core.stats.clones > 0
+    assert answers[0] == answers[1]
 
 
 def test_modes_that_are_none() -> None:
