@@ -149,6 +149,8 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
 ) -> None:
     limit = 100 * remote_engine._BYTES_PER_REQUEST
     monkeypatch.setattr(remote_engine, "MAX_UNREAD_BYTES", limit)
+    # Only the test says when the engine counts as stalled.
+    monkeypatch.setattr(remote_engine, "_HEARTBEAT_TIMEOUT_S", HANG_S)
     body = {"prompt": [[1, 2, 3]] * 64, "max_tokens": 2}
     with running_server(tiny_model_path, TWO) as server, ThreadPoolExecutor() as pool:
         engine, pid = server.engine, engine_process_of(server)
