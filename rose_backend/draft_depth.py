@@ -249,7 +249,7 @@ class DraftDepth:
         """Return the depth with the most tokens per second; the current one if in doubt."""
         if not self._known:
             return self._depth
-        # A size without times of its own takes the most similar size's.
+        # Where this size was never timed, the most similar size stands in.
         rates = self._rates(self._known[min(self._known, key=lambda other: abs(other - size))])
         best = max(rates, key=lambda depth: rates[depth])
         is_better = self._depth in rates and rates[best] > _MIN_GAIN * rates[self._depth]

@@ -35,7 +35,7 @@ EAGLE_METHODS = ("eagle", "eagle3")
 """Methods whose drafter is a few layers that read the model's hidden states; their K/V is in the same blocks."""
 
 DRAFT_MODEL = "draft_model"
-"""Method whose drafter is a model by itself."""
+"""Method whose drafter is a separate, smaller model."""
 
 OTHER_DRAFTER = "a drafter with a model other than an EAGLE head or an MTP module"
 """Reason why a part is inactive beside other methods."""
@@ -124,7 +124,7 @@ def has_kv_events(vllm_config: VllmConfig) -> bool:
 def has_head(vllm_config: VllmConfig) -> bool:
     """Whether drafts come from a head: an EAGLE head, or one MTP module that runs as an EAGLE head does.
 
-    Of several modules each makes one draft, and Gemma 4's has no K/V of its own.
+    Several modules do not run so, as each makes another draft; Gemma 4's module stores no K/V.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in EAGLE_METHODS:
