@@ -172,11 +172,15 @@ OTHER_RUNS: dict[str, Run] = {
         "three drafts of an EAGLE-3 head for each request of Llama 8B", drafts
     ),
     "h200/vllm_eagle3_7_drafts_llama8b.json": Run(
-        "seven drafts of this head, each as likely to be right as the one before it", offline
+        "seven drafts of an EAGLE-3 head for each request of Llama 8B, each as likely to be right as the last",
+        offline,
     ),
-    "h200/vllm_eagle3_never_right_llama8b.json": Run("three drafts of this head, all wrong", drafts_alone),
+    "h200/vllm_eagle3_never_right_llama8b.json": Run(
+        "three drafts of an EAGLE-3 head for each request of Llama 8B, all wrong", drafts_alone
+    ),
     "h200/eagle3_llama8b.json": Run(
-        "three drafts of this head, each as likely to be right as the one before it, without vLLM and inside it",
+        "three drafts of an EAGLE-3 head for each request of Llama 8B, each as likely to be right as the last, "
+        "without vLLM and inside it",
         hosts,
     ),
     "h100/vllm_gemma3.json": Run("steps of Gemma 3 4B inside vLLM, sliding windows", offline),
